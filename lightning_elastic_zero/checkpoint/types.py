@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_elastic_zero.coordination.ranks import Ranks
-from lightning_elastic_zero.core.manifest import Manifest, Plain
+from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import Progress, ShowBytes, show_nothing
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import format_tree_path
@@ -44,8 +44,8 @@ class SaveOptions:
     """Names of frozen weights and buffers to leave out. Trained weights are always written."""
     module_weights: bool = False
     """Also write the low-precision weights, for tools that require them."""
-    sampler: Mapping[str, Plain] = field(default_factory=dict)
-    """Position in the data, for the manifest's ``progress.sampler``."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the manifest's ``progress`` that the trainer counts, instead of the engine."""
     step: int | None = None
     """Optimizer steps as counted by the trainer; None: as counted by the engine."""
     show: ShowBytes = show_nothing
@@ -165,7 +165,7 @@ def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
         manifest,
         # An engine without an optimizer has no stage: the files are ZeRO-1's.
         stage=manifest.stage or int(not manifest.groups),
-        progress=replace(manifest.progress, sampler=options.sampler or manifest.progress.sampler),
+        progress=replace(manifest.progress, **options.progress),
     )
     if options.weights_only or not manifest.groups:
         groups = tuple(replace(group, state=()) for group in manifest.groups)

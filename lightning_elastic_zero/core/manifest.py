@@ -239,7 +239,7 @@ class TrainingProgress:
     global_batch_size: int | None = None
     """Samples per optimizer step; None if not configured."""
     sampler: Mapping[str, Plain] = field(default_factory=dict)
-    """Position in the training data; see ``data_progress.position.DataProgress``."""
+    """Position in the training data; see ``data_progress.position.DataPosition``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from typing_extensions import override
 
 from lightning_elastic_zero.core.options import check_count, check_flag
-from lightning_elastic_zero.data_progress.batches import (
-    BatchPlan,
-    DataProgress,
-    ceil_div,
-    plan_batches,
-)
+from lightning_elastic_zero.data_progress.batches import BatchPlan, ceil_div, plan_batches
+from lightning_elastic_zero.data_progress.position import RunSettings
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.trainer.lightning import callbacks_of, is_fitting
 
@@ -274,7 +270,7 @@ class BatchController:
         """Batch size of the loader, for DeepSpeed's log; 1 if unknown."""
         return (self.current.loader_batch_size if self.current is not None else None) or 1
 
-    def samples_per_step_of(self, record: DataProgress) -> int | None:
+    def samples_per_step_of(self, saved: RunSettings) -> int | None:
         """Return the samples per optimizer step of a run that another program saved.
 
         The batch size in DeepSpeed's config need not be the loader's, as it affects only the log:
@@ -282,12 +278,12 @@ class BatchController:
         Of 1, it is known for a single loader only: Lightning's strategy uses 1 for several.
         """
         size = None if self.current is None else self.current.loader_batch_size
-        is_unknown = record.global_batch_size is None
+        is_unknown = saved.global_batch_size is None
         if size is None or not (is_unknown or self._user_batch_size):
-            return record.global_batch_size
+            return saved.global_batch_size
         if is_unknown and self._is_single_loader and not self._user_batch_size:
             size = 1
-        return size * record.world_size * record.accumulate
+        return size * saved.world_size * saved.accumulate
 
     def reset(self, trainer: pl.Trainer, config: Any) -> bool:
         """Restore the user's batch size in a config that an evaluation or earlier fit completed.

@@ -35,7 +35,7 @@ from lightning_elastic_zero.checkpoint.types import (
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.core.requirements import version_of
-from lightning_elastic_zero.data_progress.batches import with_loader_states
+from lightning_elastic_zero.data_progress.counters import with_loader_states
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.storage.folder import Folder
@@ -74,7 +74,7 @@ from lightning_elastic_zero.trainer.resume import (
     STATE_KEY,
     RunResumer,
     counted_loops,
-    saved_progress,
+    saved_position,
 )
 from lightning_elastic_zero.trainer.schedulers import (
     resume_as_configured,
@@ -465,7 +465,7 @@ class RunCheckpoints:
             return options
         of = self._resumer.recorder
         with self._settings.reapplied(trainer):
-            record = of.record(trainer, loops, self._world_size)
+            record = of.position(trainer, loops, self._world_size)
             own = of.state_dict(trainer, record, self._device, path)
             client_state[STATE_KEY] = own
             if not is_fitting(trainer):
@@ -479,7 +479,11 @@ class RunCheckpoints:
                     "are those of this moment. To continue exactly, save after an optimizer step."
                 )
         client_state["loops"] = with_loader_states(client_state["loops"], states)
-        return replace(options, sampler=record.to_plain())
+        progress = {
+            "global_batch_size": record.settings.global_batch_size,
+            "sampler": record.to_plain(),
+        }
+        return replace(options, progress=progress)
 
     def _link(self, trainer: pl.Trainer, path: str, link: str) -> None:
         """Create a link such as ``last.ckpt`` once the checkpoint is published; collective."""
@@ -619,7 +623,7 @@ def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str
     if fitting and is_new_run:
         place = f" at step 0 (saved at step {step})" if step else " at step 0"
     elif fitting or manifest.progress.sampler:
-        record = saved_progress(state, manifest, stats.path)
+        record = saved_position(state, manifest, stats.path)
         at = record.position
         place = f" at step {record.global_step}, epoch {at.epoch + at.is_over}"
     cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"

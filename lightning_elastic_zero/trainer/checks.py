@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.core.text import format_names
-from lightning_elastic_zero.data_progress.batches import DataProgress, Position
+from lightning_elastic_zero.data_progress.position import Position, RunSettings
 from lightning_elastic_zero.engine.live import follows_requires_grad, trained_parameters
 from lightning_elastic_zero.trainer.batches import loader_sampler
 from lightning_elastic_zero.trainer.lightning import callbacks_of
@@ -111,7 +111,7 @@ def warn_of_workers(loaders: Sequence[object], position: Position) -> None:
 
 
 def warn_of_changes(
-    was: DataProgress, now: DataProgress, *, is_given: bool, foreign_path: str
+    was: RunSettings, now: RunSettings, *, is_given: bool, foreign_path: str
 ) -> None:
     """Warn of each relevant difference between the saved run and this one.
 
@@ -150,13 +150,13 @@ def warn_of_changes(
         )
 
 
-def _devices(run: DataProgress) -> str:
+def _devices(run: RunSettings) -> str:
     return f"{run.world_size} device{'s' if run.world_size > 1 else ''}"
 
 
-def _warn_of_changed_settings(was: DataProgress, now: DataProgress) -> None:
+def _warn_of_changed_settings(was: RunSettings, now: RunSettings) -> None:
     for name in BATCH_COUNT_SETTINGS:
-        value, given = ((run.settings or {}).get(name) for run in (was, now))
+        value, given = (run.batch_counts.get(name) for run in (was, now))
         if type(value) is not int or type(given) is not int:
             continue
         then, today = value / was.accumulate, given / now.accumulate

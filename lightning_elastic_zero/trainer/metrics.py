@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
 from lightning_elastic_zero.core.text import format_names
-from lightning_elastic_zero.data_progress.batches import Position
+from lightning_elastic_zero.data_progress.position import Position
 from lightning_elastic_zero.trainer.lightning import continue_epoch, displayed_metrics
 
 EPOCH_END = "on_train_epoch_end"

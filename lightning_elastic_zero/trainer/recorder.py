@@ -12,12 +12,14 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
-from lightning_elastic_zero.data_progress.batches import (
+from lightning_elastic_zero.data_progress.batches import ceil_div
+from lightning_elastic_zero.data_progress.counters import read_position
+from lightning_elastic_zero.data_progress.position import (
     Consumed,
-    DataProgress,
+    DataPosition,
+    LoaderRecord,
     Position,
-    ceil_div,
-    read_position,
+    RunSettings,
 )
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
 from lightning_elastic_zero.trainer.accumulation import pending_micro_batches, prefetch_next_batch
@@ -71,8 +73,8 @@ class RunRecorder:
 
     def __init__(self, batches: BatchController) -> None:
         self._batches = batches
-        self.seed: int | None = None
-        """Seed of the sample order if the user gives none, set with the first training loader."""
+        self.seeds: dict[int, int] = {}
+        """By index of a training loader, the run's seed for its order if the user gives none."""
         self.epoch_metrics: EpochMetrics | None = None
         """Metrics accumulated in the epoch; None outside a fit."""
         self._begun: Position | None = None
@@ -82,7 +84,7 @@ class RunRecorder:
         self._loaders_at_step: list[Any] = []
         self._random_before_validation: dict[str, Any] | None = None
         self._validated_at = -1
-        self._at_end: tuple[DataProgress, list[Any]] | None = None
+        self._at_end: tuple[tuple[LoaderRecord, ...], list[Any]] | None = None
         self._latest_loaders: list[Any] | None = None
         self._loaders_before: list[Any] | None = None
         self._is_new_fit = False
@@ -153,51 +155,49 @@ class RunRecorder:
         """Keep the state that a save after the fit needs and a following evaluation removes."""
         if loaders := training_loaders(trainer):
             loops = trainer.fit_loop.state_dict()
-            record = self.record(trainer, loops, trainer.world_size)
-            self._at_end = record, [*map(generator_states, loaders)]
+            record = self.position(trainer, loops, trainer.world_size)
+            self._at_end = record.loaders, [*map(generator_states, loaders)]
 
-    def record(
+    def position(
         self, trainer: pl.Trainer, loops: Mapping[str, Any], world_size: int
-    ) -> DataProgress:
-        """Return the current position of the run."""
-        batches, accumulate = self._batches.current, trainer.accumulate_grad_batches
+    ) -> DataPosition:
+        """Return the position of the last optimizer step. ``loops``: the fit loop's counters."""
+        settings = self.settings(trainer, world_size)
         validating = is_fitting(trainer) and trainer.validating
         total = trainer.num_training_batches
-        position = read_position(loops, accumulate, batches=total, validating=validating)
+        position = read_position(loops, settings.accumulate, batches=total, validating=validating)
         # The position is the last step, also inside the next window.
         if self._validated_at >= _batches_done(trainer) - pending_micro_batches(trainer):
             position = replace(position, is_validated=True)
-        loaders = training_loaders(trainer)
-        elastic = [elastic_sampler_of(loader) for loader in loaders]
+        loaders = self._loader_records(trainer, position)
+        if not loaders and self._at_end is not None:
+            loaders = self._at_end[0]
+        return DataPosition(position, trainer.global_step, settings, loaders)
+
+    def settings(self, trainer: pl.Trainer, world_size: int) -> RunSettings:
+        """Return how the run makes optimizer steps of its data; its loaders may exist already."""
+        batches, loaders = self._batches.current, training_loaders(trainer)
         size = None
         if batches is not None:
             # train_dataloader may return another batch size in each epoch.
             live = batch_size_of(loaders) or batches.loader_batch_size
             size = replace(batches, loader_batch_size=live).global_batch_size
         if size is None:
-            size = next((s.plan.global_batch_size for s in elastic if s is not None), None)
+            elastic = filter(None, map(elastic_sampler_of, loaders))
+            size = next((sampler.plan.global_batch_size for sampler in elastic), None)
+        accumulate, total = trainer.accumulate_grad_batches, trainer.num_training_batches
         steps_per_epoch = None if total == float("inf") else ceil_div(int(total), accumulate)
-        found = DataProgress(
-            position,
-            global_step=trainer.global_step,
-            global_batch_size=size,
-            accumulate=accumulate,
-            world_size=world_size,
+        return RunSettings(
+            world_size,
+            accumulate,
+            size,
             steps_per_epoch=steps_per_epoch,
             planned_steps=_planned_steps(trainer, steps_per_epoch),
-            loaders=tuple(s.describe() if s is not None else {} for s in elastic),
-            consumed=self._consumed(trainer, position),
-            orders=tuple(s.latest_order() if s is not None else None for s in elastic),
-            settings=_batch_counts(trainer, batches),
-            seed=self.seed,
+            batch_counts=_batch_counts(trainer, batches),
         )
-        if elastic or self._at_end is None:
-            return found
-        kept = self._at_end[0]
-        return replace(found, loaders=kept.loaders, consumed=kept.consumed, orders=kept.orders)
 
     def state_dict(
-        self, trainer: pl.Trainer, record: DataProgress, device: torch.device, path: str
+        self, trainer: pl.Trainer, record: DataPosition, device: torch.device, path: str
     ) -> dict[str, Any]:
         """Return this rank's state of this moment for a checkpoint at a path."""
         loaders = training_loaders(trainer)
@@ -261,6 +261,24 @@ class RunRecorder:
         if _has_fetched_ahead(trainer):
             return self._loaders_before or []
         return _loader_states(trainer)
+
+    def _loader_records(self, trainer: pl.Trainer, position: Position) -> tuple[LoaderRecord, ...]:
+        """Return the training loaders' records at a position; empty if there are no loaders."""
+        records = []
+        pairs = zip(training_loaders(trainer), self._consumed(trainer, position), strict=True)
+        for index, (loader, consumed) in enumerate(pairs):
+            record = LoaderRecord(consumed)
+            if (elastic := elastic_sampler_of(loader)) is not None:
+                epoch, digest = elastic.latest_order() or (None, "")
+                record = LoaderRecord(
+                    consumed,
+                    elastic.describe(),
+                    has_run_seed=elastic.seed == self.seeds.get(index),
+                    order_epoch=epoch,
+                    order_digest=digest,
+                )
+            records.append(record)
+        return tuple(records)
 
     def _consumed(self, trainer: pl.Trainer, position: Position) -> tuple[Consumed | None, ...]:
         """Return how much of each training loader this epoch has consumed up to a position."""

@@ -22,16 +22,19 @@ from torch.utils.data import DataLoader
 
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.options import check_choice
-from lightning_elastic_zero.data_progress.batches import (
+from lightning_elastic_zero.data_progress.counters import (
     EPOCHS,
     LOADER_STATES,
     VALIDATION,
-    Consumed,
-    DataProgress,
-    Position,
     fit_loop_at,
-    infer_progress,
+    infer_position,
     validation_counters_at,
+)
+from lightning_elastic_zero.data_progress.position import (
+    Consumed,
+    DataPosition,
+    LoaderRecord,
+    Position,
 )
 from lightning_elastic_zero.data_progress.sampler import (
     ElasticSampler,
@@ -107,7 +110,7 @@ class PendingResume:
     trainer: pl.Trainer
     where: str
     """Path of the checkpoint, for messages."""
-    record: DataProgress
+    record: DataPosition
     position: Position
     """In steps of this run's global batch."""
     is_own_format: bool
@@ -120,16 +123,19 @@ class PendingResume:
     """Lightning's validation counters, as saved."""
 
     @property
-    def is_same_world(self) -> bool:
-        """Whether the saved run had the same number of ranks."""
-        return self.record.world_size == self.trainer.world_size
+    def saved_world_size(self) -> int:
+        """Number of ranks of the saved run."""
+        return self.record.settings.world_size
 
     @property
-    def run_seed(self) -> int | None:
-        """The run's seed for the sample order in the saved run; None: unknown."""
-        of_loaders = [loader.get("seed") for loader in self.record.loaders]
-        known = [seed for seed in (self.record.seed, *of_loaders) if type(seed) is int]
-        return known[0] if known and self.is_own_format else None
+    def is_same_world(self) -> bool:
+        """Whether the saved run had the same number of ranks."""
+        return self.saved_world_size == self.trainer.world_size
+
+    def loader(self, index: int) -> LoaderRecord:
+        """Return the record of a training loader; empty if there is none."""
+        loaders = self.record.loaders
+        return loaders[index] if index < len(loaders) else LoaderRecord()
 
     @property
     def makes_loaders(self) -> bool:
@@ -186,8 +192,6 @@ class RunResumer:
                 self._validation_generators = [*known, ref(own.generator)]
                 self._seed_validation(trainer)
             return own
-        if self.recorder.seed is None:
-            self.recorder.seed = run_seed()
         if len(self._new_generators) >= len(training_loaders(trainer)) > 0:
             self._new_generators = []  # the loaders are recreated
         loader = elastic_loader(loader, batches, rank, run_seed(), trainer.current_epoch)
@@ -205,7 +209,8 @@ class RunResumer:
                 )
                 raise UnsupportedError(msg)
             if elastic.seed == run_seed():
-                elastic.seed = self.recorder.seed
+                index = len(self._new_generators)
+                elastic.seed = self.recorder.seeds.setdefault(index, run_seed())
         self._new_generators.append(generator_states(loader))
         return loader
 
@@ -243,11 +248,11 @@ class RunResumer:
         own = state.pop(STATE_KEY, {})
         if (loops := counted_loops(state)) is None:
             return
-        record = saved_progress(state, manifest, where)
+        record = saved_position(state, manifest, where)
         is_own_format = bool(manifest.progress.sampler)
         if not is_own_format and manifest.progress.global_samples:  # so its ranks are known
-            size = self._batches.samples_per_step_of(record)
-            record = replace(record, global_batch_size=size)
+            size = self._batches.samples_per_step_of(record.settings)
+            record = replace(record, settings=replace(record.settings, global_batch_size=size))
         batches = self._batches.current
         size = batches.global_batch_size if batches is not None else None
         if reload_interval(trainer) and self._batches.plan is None:
@@ -266,7 +271,7 @@ class RunResumer:
         )
         self._pending = pending
         now = trainer.accumulate_grad_batches
-        rewritten = fit_loop_at(loops, position, was=record.accumulate, now=now)
+        rewritten = fit_loop_at(loops, position, was=record.settings.accumulate, now=now)
         if states and pending.is_same_world:
             rewritten["state_dict"][LOADER_STATES] = states
         state["loops"]["fit_loop"] = rewritten
@@ -306,18 +311,19 @@ class RunResumer:
                 "run, or pass load_optimizer_state=False with a checkpoint of weights alone"
             )
             raise CheckpointMismatchError(msg)
-        now = self.recorder.record(trainer, trainer.fit_loop.state_dict(), trainer.world_size)
+        was, now = record.settings, self.recorder.settings(trainer, trainer.world_size)
         foreign_path = "" if pending.is_own_format else pending.where
         planned = now if trainer.lr_scheduler_configs else replace(now, planned_steps=None)
         warn_of_changes(
-            record, planned, is_given=self._batches.plan is not None, foreign_path=foreign_path
+            was, planned, is_given=self._batches.plan is not None, foreign_path=foreign_path
         )
         # Another position than at the load if train_dataloader now returns another batch size.
         position = record.at_batch_size(now.global_batch_size)
         _count_batches(trainer, (position.steps - pending.position.steps) * now.accumulate)
         pending = replace(pending, position=position)
-        if (seed := pending.run_seed) is not None:
-            self.recorder.seed = seed
+        for index, loader in enumerate(record.loaders if pending.is_own_format else ()):
+            if loader.has_run_seed and loader.seed is not None:
+                self.recorder.seeds[index] = loader.seed
         combined: Any = combined_loader(trainer)  # Lightning has created it before this hook.
         loaders = training_loaders(trainer)
         position = _resumable_position(pending, loaders, self._on_unresumable_data)
@@ -329,7 +335,7 @@ class RunResumer:
         self.recorder.begin_at(position, tuple(consumed))
         # Count all batches of an epoch that is over, if its length has changed.
         length = trainer.fit_loop.max_batches
-        has_changed = is_shortened or now.accumulate != record.accumulate
+        has_changed = is_shortened or now.accumulate != was.accumulate
         if position.is_over and has_changed and length != float("inf"):
             done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             _count_batches(trainer, int(length) - done)
@@ -397,7 +403,7 @@ def _restore_random(pending: PendingResume, position: Position, device: torch.de
         return
     seed_rng_streams(run_seed(), trainer.global_step, trainer.global_rank)
     rank_zero_info(
-        f"Random numbers: saved on {pending.record.world_size} devices, so each rank starts "
+        f"Random numbers: saved on {pending.saved_world_size} devices, so each rank starts "
         f"a new stream from seed {run_seed()}, step {trainer.global_step} and its rank"
     )
 
@@ -408,12 +414,12 @@ def counted_loops(state: Mapping[str, Any]) -> dict[str, Any] | None:
     return loops if loops is not None and EPOCHS in loops else None
 
 
-def saved_progress(state: Mapping[str, Any], manifest: Manifest, where: str) -> DataProgress:
-    """Return a run's progress at the save: as recorded, or inferred from Lightning's counters."""
-    if sampler := manifest.progress.sampler:
-        return DataProgress.from_plain(sampler, f"{where}/manifest.json")
+def saved_position(state: Mapping[str, Any], manifest: Manifest, where: str) -> DataPosition:
+    """Return a run's position at the save: as recorded, or inferred from Lightning's counters."""
+    if manifest.progress.sampler:
+        return DataPosition.of(manifest, f"{where}/manifest.json")
     steps, loops = int(state.get("global_step", 0)), state["loops"]["fit_loop"]
-    return infer_progress(loops, manifest.progress, manifest.world_size, steps)
+    return infer_position(loops, manifest.progress, manifest.world_size, steps)
 
 
 def _resumable_position(
@@ -443,7 +449,7 @@ def _resumable_position(
 
 def _schedule_overrun(pending: PendingResume, steps: int) -> str:
     """Return a warning that a schedule ends before the run, which repeats a number of steps."""
-    trainer, planned = pending.trainer, pending.record.planned_steps
+    trainer, planned = pending.trainer, pending.record.settings.planned_steps
     configs = trainer.lr_scheduler_configs
     is_by_step = any(c.interval == "step" and not c.reduce_on_plateau for c in configs)
     if not is_by_step or planned == trainer.max_steps:
@@ -489,7 +495,7 @@ def _loader_unresumable_reason(loader: object, pending: PendingResume, *, is_kno
     if pending.is_same_world:
         return ""
     return (
-        f"the {kind} has one state per rank, saved on {pending.record.world_size} ranks; this run "
+        f"the {kind} has one state per rank, saved on {pending.saved_world_size} ranks; this run "
         f"has {pending.trainer.world_size}"
     )
 
@@ -499,11 +505,11 @@ def _changed_data(pending: PendingResume, loaders: Sequence[Any]) -> str:
     if was and len(was) != len(now):
         return f"{len(was)} training loaders then, {len(now)} now"
     return "; ".join(
-        f"{key} was {before[key]!r}, is {here.get(key)!r}"
+        f"{key} was {before.order[key]!r}, is {here.get(key)!r}"
         for before, sampler in zip(was, now, strict=False)
         for here in [sampler.describe() if sampler is not None else {}]
-        for key in sorted(before.keys() - {"seed"})
-        if before[key] != here.get(key)
+        for key in sorted(before.order.keys() - {"seed"})
+        if before.order[key] != here.get(key)
     )
 
 
@@ -513,7 +519,7 @@ def _warn_of_other_order(pending: PendingResume, loaders: Sequence[Any]) -> None
     The next epoch then differs from that of the uninterrupted run. This is not refused, because
     data may change at the end of an epoch.
     """
-    epochs = {was[0] for was in pending.record.orders if was is not None}
+    epochs = {was.order_epoch for was in pending.record.loaders} - {None}
     if pending.makes_loaders or len(epochs) != 1 or _changed_data(pending, loaders):
         return
     own = [
@@ -526,17 +532,17 @@ def _warn_of_other_order(pending: PendingResume, loaders: Sequence[Any]) -> None
         )
 
 
-def _changed_order(pending: PendingResume, loaders: Sequence[Any], epoch: int) -> str:
+def _changed_order(pending: PendingResume, loaders: Sequence[Any], epoch: int | None) -> str:
     """Return which sampler orders an epoch differently than in the saved run; empty: none."""
-    for index, (loader, was) in enumerate(zip(loaders, pending.record.orders, strict=False)):
-        elastic = elastic_sampler_of(loader)
-        if elastic is None or was is None or was[0] != epoch:
+    for index, loader in enumerate(loaders):
+        elastic, was = elastic_sampler_of(loader), pending.loader(index)
+        if elastic is None or epoch is None or was.order_epoch != epoch:
             continue
         _restore_seed(elastic, pending, index)
         name = type(elastic.sampler or elastic).__name__
-        if not was[1]:
+        if not was.order_digest:
             return f"{name} {NO_DIGEST}"
-        if elastic.order_digest(epoch) != was[1]:
+        if elastic.order_digest(epoch) != was.order_digest:
             return (
                 f"{name} put epoch {epoch} in another order than in the saved run (it may count "
                 "epochs, draw from a source that cannot be seeded, or depend on training). "
@@ -604,20 +610,16 @@ def _position_stateful(
     elif state is not None:
         load_state_at_epoch_end(loader, state, ends_before_data=is_cut)
     elif position == pending.position and (position.epoch or position.is_over):
-        warn_state_not_restored(loader, pending.record.world_size, pending.trainer.world_size)
+        warn_state_not_restored(loader, pending.saved_world_size, pending.trainer.world_size)
 
 
 def _restore_seed(elastic: ElasticSampler, pending: PendingResume, index: int) -> None:
     """Restore the order of the saved run, unless the loader is recreated for this epoch."""
-    record = pending.record
-    if not pending.is_own_format or index >= len(record.loaders):
+    was = pending.loader(index)
+    if not pending.is_own_format or was.seed is None:
         return
-    if pending.makes_loaders:
-        if elastic.seed == run_seed() and pending.run_seed is not None:
-            elastic.seed = pending.run_seed
-        return
-    seed = record.loaders[index].get("seed")
-    elastic.seed = seed if type(seed) is int else elastic.seed
+    if not pending.makes_loaders or (was.has_run_seed and elastic.seed == run_seed()):
+        elastic.seed = was.seed
 
 
 def _place_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -12,19 +13,22 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_elastic_zero.core.manifest import TrainingProgress
-from lightning_elastic_zero.data_progress.batches import (
+from lightning_elastic_zero.core.manifest import Manifest, TrainingProgress
+from lightning_elastic_zero.data_progress.batches import BatchPlan, plan_batches
+from lightning_elastic_zero.data_progress.counters import (
     LOADER_STATES,
-    BatchPlan,
-    Consumed,
-    DataProgress,
-    Position,
     fit_loop_at,
-    infer_progress,
-    plan_batches,
+    infer_position,
     read_position,
     validation_counters_at,
     with_loader_states,
+)
+from lightning_elastic_zero.data_progress.position import (
+    Consumed,
+    DataPosition,
+    LoaderRecord,
+    Position,
+    RunSettings,
 )
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 
@@ -195,8 +199,8 @@ def test_another_programs_accumulation_is_inferred(
     taken = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     taken["total"]["completed"] = steps
     progress = TrainingProgress(gradient_accumulation_steps=recorded, global_batch_size=12)
-    found = infer_progress(state, progress, 2, 7)
-    assert found == DataProgress(Position(0, 6 // expected), 7, 12, expected, 2)
+    found = infer_position(state, progress, 2, 7)
+    assert found == DataPosition(Position(0, 6 // expected), 7, RunSettings(2, expected, 12))
 
 
 @given(st.integers(0, 12), st.integers(1, 5), st.booleans())
@@ -299,83 +303,129 @@ def test_totals_of_an_earlier_fit_are_moved_equally() -> None:
     assert written["epoch_loop.batch_progress"]["total"]["ready"] == 36
 
 
-RECORD = DataProgress(
-    Position(2, 5, is_over=False, is_validated=True),
-    global_step=25,
-    global_batch_size=12,
-    accumulate=3,
+SETTINGS = RunSettings(
     world_size=2,
+    accumulate=3,
+    global_batch_size=12,
     steps_per_epoch=10,
     planned_steps=40,
-    loaders=({"seed": 1, "dataset_length": 120},),
-    settings={"val_check_interval": 1.0},
+    batch_counts={"val_check_interval": 1.0},
+)
+ORDER = {"seed": 1, "dataset_length": 120}
+RECORD = DataPosition(
+    Position(2, 5, is_over=False, is_validated=True), 25, SETTINGS, (LoaderRecord(order=ORDER),)
 )
 
 
+def manifest_of(record: DataPosition, **changes: Any) -> Manifest:
+    """Return a manifest with a record, and with changed fields of ``progress.sampler``."""
+    progress = TrainingProgress(
+        gradient_accumulation_steps=record.settings.accumulate,
+        global_batch_size=record.settings.global_batch_size,
+        sampler=json.loads(json.dumps({**record.to_plain(), **changes})),
+    )
+    empty: Any = ()
+    return Manifest(
+        *("id", 1, record.settings.world_size, "fp32", "float32"), *(empty,) * 5, progress
+    )
+
+
 def test_a_record_is_described_in_samples() -> None:
-    consumed = (Consumed(48, passes=1), None)
-    content = replace(RECORD, orders=((3, "d1"), None), consumed=consumed).to_plain()
-    assert content["consumed"] == [{"samples": 48, "passes": 1}, None]
+    first = LoaderRecord(Consumed(48, passes=1), order_epoch=3, order_digest="d1")
+    content = replace(RECORD, loaders=(first, LoaderRecord())).to_plain()
     assert content["epoch_samples"] == 60
-    assert content["orders"] == [{"epoch": 3, "digest": "d1"}, None]
+    assert content["loaders"] == [
+        {
+            "consumed": {"samples": 48, "passes": 1},
+            "order": {},
+            "has_run_seed": False,
+            "order_epoch": 3,
+            "order_digest": "d1",
+        },
+        {
+            "consumed": None,
+            "order": {},
+            "has_run_seed": False,
+            "order_epoch": None,
+            "order_digest": "",
+        },
+    ]
 
 
 COUNTS = st.integers(0, 50)
+LOADERS = st.builds(
+    LoaderRecord,
+    st.none() | st.builds(Consumed, COUNTS, COUNTS),
+    st.just(ORDER),
+    has_run_seed=st.booleans(),
+    order_epoch=st.none() | COUNTS,
+    order_digest=st.text(max_size=3),
+)
 RECORDS = st.builds(
-    DataProgress,
+    DataPosition,
     st.builds(Position, COUNTS, COUNTS, is_over=st.booleans(), is_validated=st.booleans()),
-    global_step=COUNTS,
-    global_batch_size=st.none() | st.integers(1, 50),
-    accumulate=st.integers(1, 3),
-    world_size=st.integers(1, 3),
-    steps_per_epoch=st.none() | COUNTS,
-    planned_steps=st.none() | COUNTS,
-    loaders=st.just(RECORD.loaders),
-    orders=st.lists(st.none() | st.tuples(COUNTS, st.text(max_size=3)), max_size=3).map(tuple),
-    consumed=st.lists(st.none() | st.builds(Consumed, COUNTS, COUNTS), max_size=3).map(tuple),
-    settings=st.just(RECORD.settings),
+    COUNTS,
+    st.builds(
+        RunSettings,
+        world_size=st.integers(1, 3),
+        accumulate=st.integers(1, 3),
+        global_batch_size=st.none() | st.integers(1, 50),
+        steps_per_epoch=st.none() | COUNTS,
+        planned_steps=st.none() | COUNTS,
+        batch_counts=st.just(SETTINGS.batch_counts),
+    ),
+    st.lists(LOADERS, max_size=3).map(tuple),
 )
 
 
 @given(RECORDS)
-@example(DataProgress(Position(0, 0), 0, None, 1, 1, settings={}))
-def test_a_record_round_trips_through_the_manifest(record: DataProgress) -> None:
-    content = record.to_plain()
-    assert DataProgress.from_plain(content, "here") == record
-    del content["orders"], content["consumed"]
-    assert DataProgress.from_plain(content, "here") == replace(record, orders=(), consumed=())
+@example(DataPosition(Position(0, 0), 0, RunSettings(1, 1, None)))
+def test_a_record_round_trips_through_the_manifest(record: DataPosition) -> None:
+    assert DataPosition.of(manifest_of(record), "here") == record
 
 
 def test_samples_of_several_loaders_are_not_guessed() -> None:
-    assert RECORD.consumed_of(0, is_only_one=True) == Consumed(60)
-    assert RECORD.consumed_of(0, is_only_one=False) is None
-    two = replace(RECORD, consumed=(Consumed(7), None))
+    inferred = replace(RECORD, loaders=())
+    assert inferred.consumed_of(0, is_only_one=True) == Consumed(60)
+    assert inferred.consumed_of(0, is_only_one=False) is None
+    two = replace(RECORD, loaders=(LoaderRecord(Consumed(7)), LoaderRecord()))
     assert [two.consumed_of(i, is_only_one=False) for i in (0, 1, 2)] == [Consumed(7), None, None]
-    unknown = replace(RECORD, global_batch_size=None)
+    unknown = replace(inferred, settings=replace(SETTINGS, global_batch_size=None))
     assert unknown.consumed_of(0, is_only_one=True) is None
+
+
+LOADER = LoaderRecord().to_plain()
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        *({"epoch": value} for value in (None, "x", -1)),
-        *({"epoch_steps": -1}, {"global_step": -1}, {"accumulate": 0}, {"world_size": 0}),
-        *({"loaders": 3}, {"global_batch_size": "many"}),
-        *({"consumed": [{"samples": -1, "passes": 0}]}, {"consumed": [{"samples": 1}]}),
+        *({"epoch": value} for value in (None, "x", -1, math.inf)),
+        *({"epoch_steps": -1}, {"global_step": -1}, {"planned_steps": "many"}),
+        *({"loaders": 3}, {"loaders": [{}]}, {"loaders": [{**LOADER, "order_epoch": -1}]}),
+        {"loaders": [{**LOADER, "consumed": {"samples": -1, "passes": 0}}]},
+        {"loaders": [{**LOADER, "consumed": {"samples": 1}}]},
     ],
 )
 def test_invalid_records_are_refused_with_the_file_name(change: dict[str, Any]) -> None:
-    content = RECORD.to_plain()
     with pytest.raises(CheckpointFormatError, match="here"):
-        DataProgress.from_plain({**content, **change}, "here")
-    del content["global_step"]
-    with pytest.raises(CheckpointFormatError, match=r"here.*global_step"):
-        DataProgress.from_plain(content, "here")
+        DataPosition.of(manifest_of(RECORD, **change), "here")
+
+
+@pytest.mark.parametrize("name", ["global_step", "loaders", "planned_steps"])
+def test_a_missing_field_of_a_record_is_named(name: str) -> None:
+    manifest = manifest_of(RECORD)
+    fields = {key: value for key, value in manifest.progress.sampler.items() if key != name}
+    damaged = replace(manifest, progress=replace(manifest.progress, sampler=fields))
+    with pytest.raises(CheckpointFormatError, match=f"here.*{name}"):
+        DataPosition.of(damaged, "here")
 
 
 @given(st.integers(1, 50), st.integers(0, 20))
 def test_another_global_batch_skips_no_sample(size: int, steps: int) -> None:
-    record = DataProgress(Position(0, steps, is_validated=True), steps, 12, 1, 1)
+    record = DataPosition(
+        Position(0, steps, is_validated=True), steps, RunSettings(1, 1, global_batch_size=12)
+    )
     position = record.at_batch_size(size)
     assert position.steps * size <= steps * 12 < (position.steps + 1) * size
     assert position.is_validated == (position.steps * size == steps * 12)
@@ -383,7 +433,7 @@ def test_another_global_batch_skips_no_sample(size: int, steps: int) -> None:
 
 @pytest.mark.parametrize(("was", "now"), [(None, 6), (12, None), (None, None)])
 def test_without_a_global_batch_a_position_is_unchanged(was: int | None, now: int | None) -> None:
-    record = replace(RECORD, global_batch_size=was)
+    record = replace(RECORD, settings=replace(SETTINGS, global_batch_size=was))
     assert record.at_batch_size(now) == record.position
 
 

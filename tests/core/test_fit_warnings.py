@@ -11,7 +11,8 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_elastic_zero.core.manifest import Group
-from lightning_elastic_zero.data_progress.batches import BatchPlan, Position
+from lightning_elastic_zero.data_progress.batches import BatchPlan
+from lightning_elastic_zero.data_progress.position import Position
 from lightning_elastic_zero.data_progress.sampler import ElasticSampler
 from lightning_elastic_zero.trainer.batches import overruled_orders
 from lightning_elastic_zero.trainer.checks import (

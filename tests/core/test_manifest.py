@@ -30,7 +30,14 @@ from lightning_elastic_zero.core.manifest import (
 )
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.tensors import same_bits
-from lightning_elastic_zero.data_progress.batches import BatchPlan, DataProgress, Position
+from lightning_elastic_zero.data_progress.batches import BatchPlan
+from lightning_elastic_zero.data_progress.position import (
+    Consumed,
+    DataPosition,
+    LoaderRecord,
+    Position,
+    RunSettings,
+)
 from lightning_elastic_zero.data_progress.sampler import ElasticSampler
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats import deepspeed_files as constants
@@ -401,12 +408,12 @@ def test_every_field_is_on_the_page(table: type) -> None:
 
 
 def test_every_field_of_the_sampler_is_on_the_page() -> None:
-    record = DataProgress(
-        Position(0, 0), global_step=0, global_batch_size=None, accumulate=1, world_size=1
-    )
-    fingerprint = ElasticSampler(range(1), BatchPlan(1, 1, 1), rank=0).describe()
+    record = DataPosition(Position(0, 0), 0, RunSettings(1, 1, None))
+    loader = LoaderRecord(Consumed(0)).to_plain()
+    order = ElasticSampler(range(1), BatchPlan(1, 1, 1), rank=0).describe()
+    names = (*record.to_plain(), *loader, "samples", "passes", *order)
     section = PAGE.partition("(`progress.sampler`)")[2].partition("**Writer**")[0]
-    lacking = [name for name in (*record.to_plain(), *fingerprint) if f"`{name}`" not in section]
+    lacking = [name for name in names if f"`{name}`" not in section]
     assert not lacking
 
 

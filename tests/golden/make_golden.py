@@ -1,10 +1,8 @@
 """Make the golden checkpoints, which earlier code writes in this library's own format.
 
-Run in a checkout OLD of the writing code (for the existing ones: commit 2436bfc^, the last one
-before the modules got their present names), with this checkout, NEW, behind it on the path:
+Until the first release, a change of format 1 makes them again:
 
-    cd OLD
-    PYTHONPATH=NEW DS_ACCELERATOR=cpu python -m tests.golden.make_golden NEW/tests/golden/data
+    DS_ACCELERATOR=cpu python -m tests.golden.make_golden tests/golden/data
 """
 
 from __future__ import annotations

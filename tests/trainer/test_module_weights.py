@@ -310,7 +310,7 @@ def test_a_run_resumes_from_a_save_after_an_evaluation(
         for name in ("before", "after")
     )
     assert before == after
-    assert before["sampler"]["consumed"]
+    assert before["sampler"]["loaders"]
 
 
 @pytest.mark.parametrize(("stage", "change"), [(2, "edited"), (2, "another"), (3, "another")])
