@@ -58,6 +58,7 @@ from lightning_elastic_zero.trainer.lightning import (
     is_interrupted,
     known_callback_metrics,
 )
+from lightning_elastic_zero.trainer.loaded_run import STATE_KEY, counted_loops, saved_position
 from lightning_elastic_zero.trainer.metrics import RESULTS
 from lightning_elastic_zero.trainer.model_checkpoint import (
     LoadedSaves,
@@ -70,12 +71,7 @@ from lightning_elastic_zero.trainer.recorder import (
     is_inside_validation,
     is_inside_window,
 )
-from lightning_elastic_zero.trainer.resume import (
-    STATE_KEY,
-    RunResumer,
-    counted_loops,
-    saved_position,
-)
+from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.schedulers import (
     resume_as_configured,
     resume_as_saved,

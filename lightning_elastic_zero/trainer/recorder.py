@@ -47,6 +47,7 @@ from lightning_elastic_zero.trainer.loaders import (
 )
 from lightning_elastic_zero.trainer.metrics import ENDING, EpochMetrics
 from lightning_elastic_zero.trainer.model_checkpoint import saves_of
+from lightning_elastic_zero.trainer.prepared_loaders import PreparedLoaders
 
 RANDOM_BEFORE_FETCH = "random_before_fetch"
 """Entry of a rank's state: the random states right before the next batch was fetched ahead."""
@@ -71,10 +72,8 @@ class RunRecorder:
     run fetches the batch again.
     """
 
-    def __init__(self, batches: BatchController) -> None:
-        self._batches = batches
-        self.seeds: dict[int, int] = {}
-        """By index of a training loader, the run's seed for its order if the user gives none."""
+    def __init__(self, batches: BatchController, prepared: PreparedLoaders) -> None:
+        self._batches, self._prepared = batches, prepared
         self.epoch_metrics: EpochMetrics | None = None
         """Metrics accumulated in the epoch; None outside a fit."""
         self._begun: Position | None = None
@@ -273,7 +272,7 @@ class RunRecorder:
                 record = LoaderRecord(
                     consumed,
                     elastic.describe(),
-                    has_run_seed=elastic.seed == self.seeds.get(index),
+                    has_run_seed=self._prepared.has_run_seed(index, elastic.seed),
                     order_epoch=epoch,
                     order_digest=digest,
                 )

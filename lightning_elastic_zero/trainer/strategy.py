@@ -30,6 +30,7 @@ from lightning_elastic_zero.trainer.accumulation import GradientAccumulation
 from lightning_elastic_zero.trainer.batches import BatchController
 from lightning_elastic_zero.trainer.checkpoint_io import RunCheckpoints
 from lightning_elastic_zero.trainer.checks import RequiresGradCheck, hide_known_warnings
+from lightning_elastic_zero.trainer.data_position import UnresumableDataPolicy
 from lightning_elastic_zero.trainer.launch import (
     SigtermAgreement,
     devices_of_node,
@@ -45,7 +46,7 @@ from lightning_elastic_zero.trainer.lightning import (
     split_parent_options,
 )
 from lightning_elastic_zero.trainer.loaders import SampleOrderCheck
-from lightning_elastic_zero.trainer.resume import RunResumer, UnresumableDataPolicy
+from lightning_elastic_zero.trainer.resume import RunResumer
 
 
 class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
@@ -226,7 +227,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             return dataloader
         if trainer.training:
             self._batches.resolve_for(dataloader, trainer)
-        return self._resumer.process_loader(dataloader, trainer, self.global_rank)
+        return self._resumer.loaders.process(dataloader, trainer, self.global_rank)
 
     @property
     @override
