@@ -74,8 +74,9 @@ from lightning_elastic_zero.errors import (
     RanksError,
 )
 from lightning_elastic_zero.formats.newest import manifest_of
-from lightning_elastic_zero.formats.open import RenamedReader, open_checkpoint
+from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, SharedState, Targets
+from lightning_elastic_zero.formats.renamed import RenamedReader
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import parse_path
 

@@ -21,7 +21,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
@@ -30,19 +29,16 @@ from lightning_elastic_zero.errors import (
     CheckpointFormatError,
     ElasticZeroError,
 )
-from lightning_elastic_zero.formats.deepspeed_files import OURS
 from lightning_elastic_zero.formats.open import (
     MARKS,
     MAX_ENTRIES,
+    check_unmixed,
     looks_like_checkpoint,
     open_checkpoint,
 )
-from lightning_elastic_zero.formats.torch_read import TorchFile
-from lightning_elastic_zero.storage.file_read import RangeFile
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.own_files import TAG, is_checkpoint
 from lightning_elastic_zero.storage.paths import NO_ENTRY
 
 _MAX_DEPTH = 4
@@ -139,41 +135,6 @@ def manifest_of(path: AnyPath) -> Manifest | None:
     with suppress(ElasticZeroError), closing(open_checkpoint(path)) as source:
         return source.manifest
     return None
-
-
-def check_unmixed(path: AnyPath) -> None:
-    """Refuse a checkpoint of this library into whose folder DeepSpeed has saved.
-
-    Raises:
-        CheckpointFormatError: it has; either of the two may be meant.
-    """
-    folder = folder_at(path).local
-    if folder is None or not is_checkpoint(folder):
-        return
-    files = sorted(file.name for file in folder.glob("*.pt"))
-    models = sorted(folder.glob(f"{TAG}/*_model_states.pt"))
-    over = [file.name for file in models if _is_stock(file)]
-    if not (files or over):
-        return
-    msg = (
-        f"{path} has a checkpoint of this library and files that DeepSpeed saved there "
-        f"({[*files, *over][0]}): a script without elastic() has saved into the same folder. "
-    )
-    if over:
-        msg += f"DeepSpeed's have replaced this library's: to load them, move {MANIFEST_NAME}"
-    else:
-        msg += (
-            f"To load DeepSpeed's, move {MANIFEST_NAME} and {TAG} away; to load this "
-            "library's, move *.pt"
-        )
-    raise CheckpointFormatError(msg)
-
-
-def _is_stock(file: Path) -> bool:
-    """Whether DeepSpeed wrote a file; False if it cannot be read, which the load reports."""
-    with suppress(ElasticZeroError), closing(TorchFile(RangeFile(file))) as shard:
-        return isinstance(shard.tree, dict) and OURS not in shard.tree
-    return False
 
 
 def _may_be_candidate(entry: Folder) -> bool:

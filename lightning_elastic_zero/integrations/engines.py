@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_elastic_zero.api import ElasticOptions, warn_of_open_window
 from lightning_elastic_zero.checkpoint.load import load_engine
@@ -36,8 +36,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, is_deepspeed
-from lightning_elastic_zero.formats.newest import check_unmixed
-from lightning_elastic_zero.formats.open import resolve_latest
+from lightning_elastic_zero.formats.open import check_unmixed, resolve_latest
 from lightning_elastic_zero.integrations.series import OWN_SUFFIX, series_of
 from lightning_elastic_zero.storage.own_files import LATEST, is_checkpoint, latest_in
 from lightning_elastic_zero.storage.paths import check_local_path
@@ -141,6 +140,16 @@ class Loop:
     """Appended to the error of a damaged checkpoint."""
 
 
+class _Save(NamedTuple):
+    """A call of ``save``, to recognise its repetition."""
+
+    of_loop: object
+    path: Path
+    global_steps: int
+    micro_steps: int
+    exclude_frozen: bool
+
+
 class EngineCheckpoints:
     """Saves and loads one engine; ``bind`` replaces the engine's methods."""
 
@@ -148,7 +157,7 @@ class EngineCheckpoints:
         self._engine = engine
         self._options = options
         self._loop = loop
-        self._last_save: tuple[object, ...] | None = None
+        self._last_save: _Save | None = None
         self._is_warned = False
         self._save_options = options.save_options()
         self._manager = options.manager()
@@ -183,10 +192,14 @@ class EngineCheckpoints:
         folder = check_local_path(save_dir)
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         state = dict(check_client_state(client_state))
-        steps = (engine.global_steps, engine.micro_steps)
-        of_loop = self._loop.save_in_progress()
-        this_save = (of_loop, folder, tag, *steps, exclude_frozen_parameters)
-        if of_loop is not None and not state and this_save == self._last_save:
+        this_save = _Save(
+            self._loop.save_in_progress(),
+            folder / tag,
+            engine.global_steps,
+            engine.micro_steps,
+            exclude_frozen_parameters,
+        )
+        if this_save.of_loop is not None and not state and this_save == self._last_save:
             return True
         live = LiveEngine(engine)
         if record := {**self._loop.record(), **_settings_of(engine.lr_scheduler)}:

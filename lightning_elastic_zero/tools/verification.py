@@ -23,7 +23,6 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.dcp_read import is_dcp
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest, is_deepspeed
 from lightning_elastic_zero.formats.newest import (
-    check_unmixed,
     checkpoints_in,
     newest_first,
     newest_intact,
@@ -31,6 +30,7 @@ from lightning_elastic_zero.formats.newest import (
 from lightning_elastic_zero.formats.open import (
     MARKS,
     MAX_ENTRIES,
+    check_unmixed,
     checkpoint_names,
     looks_like_checkpoint,
 )
