@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -39,8 +40,15 @@ SAMPLES = 24
 """Samples of a validation; each of a rank's samples takes 0.3 s."""
 
 
+def is_inside_window_after(trainer: pl.Trainer, step: int) -> bool:
+    """Whether the first micro-batch of the accumulation window after a step has ended."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    done = progress.current.processed
+    return trainer.global_step == step and done % trainer.accumulate_grad_batches == 1
+
+
 class SendsSignals(Callback):
-    """Sends signals to this rank after a step, or during the following saves."""
+    """Sends signals to this rank inside the window after a step, or during the following saves."""
 
     def __init__(self, names: tuple[str, ...], step: int, in_save: bool) -> None:
         self.names, self.step, self.in_save = names, step, in_save
@@ -51,7 +59,7 @@ class SendsSignals(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step and not self.in_save:
+        if is_inside_window_after(trainer, self.step) and not self.in_save:
             self._send()
 
     @override
@@ -127,13 +135,13 @@ def fit_until_preempted_in_validation(run: RunSpec) -> tuple[Preempted, int]:
 def fit_until_preempted(
     run: RunSpec, names: tuple[str, ...] = (), in_save: bool = False
 ) -> Preempted:
-    """Fit; the last rank gets a notice after step 3, by a file or signals."""
+    """Fit; the last rank gets a notice inside the window after step 3, by a file or signals."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     notified = comm.get_rank() == comm.get_world_size() - 1
     file = Path(run.root) / "notice"
 
     def notify(trainer: pl.Trainer, *_: Any) -> None:
-        if notified and not names and trainer.global_step == 3:
+        if notified and not names and is_inside_window_after(trainer, 3):
             file.touch()
         time.sleep(0.4)  # Time for the ranks' threads to agree, as in runs of realistic size.
 
@@ -181,7 +189,8 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
     assert 0.0 < max(e.seconds for e in ended) < GRACE_S
     assert all(e.handlers_kept for e in ended)
     assert (tmp_path / "run" / "notice").exists() == (not names)
-    assert (tmp_path / "run" / NAME).is_dir()
+    progress = json.loads((tmp_path / "run" / NAME / "manifest.json").read_text())["progress"]
+    assert progress["micro_steps"] % progress["gradient_accumulation_steps"] == 0
     kinds = (PreemptionCheckpoint, partial(saves_of, run))
     resume = partial(fit, replace(run, ckpt_path="last", strategy={}, callbacks=kinds))
     for resumed, expected in zip(worlds.run(others, resume), reference, strict=True):
