@@ -92,12 +92,14 @@ class RunRecorder:
         """Set the position of a resumed run and the samples consumed from each loader."""
         self._begun, self._consumed_before = position, consumed
 
-    def begin_training(self, trainer: pl.Trainer, given: list[Any], device: torch.device) -> None:
+    def begin_training(
+        self, trainer: pl.Trainer, loader_states: list[Any], device: torch.device
+    ) -> None:
         """Record the state before the first batch.
 
-        ``given``: states loaded into stateful loaders, which may be a batch ahead by now.
+        ``loader_states``: loaded into stateful loaders, which may be a batch ahead by now.
         """
-        self._loaders_before = copy.deepcopy(given)
+        self._loaders_before = copy.deepcopy(loader_states)
         self._latest_loaders = _loader_states(trainer) if has_stateful_loader(trainer) else None
         self._is_new_fit = True
         loop: Any = trainer.fit_loop.epoch_loop
@@ -198,7 +200,10 @@ class RunRecorder:
     def state_dict(
         self, trainer: pl.Trainer, record: DataPosition, device: torch.device, path: str
     ) -> dict[str, Any]:
-        """Return this rank's state of this moment for a checkpoint at a path."""
+        """Return this rank's state of this moment for a checkpoint at a path.
+
+        Collective if the epoch's batches are all done and the run does not end.
+        """
         loaders = training_loaders(trainer)
         generators = [*map(generator_states, loaders)]
         if not loaders and self._at_end is not None:
@@ -212,15 +217,19 @@ class RunRecorder:
         batch_ending = _is_ending(loop.epoch_loop.batch_progress) or trainer.validating
         is_stopping = is_fitting(trainer) and trainer.should_stop
         has_stopped = any(map(_has_stopped, early_stopping_of(trainer)))
-        kept: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         if (epoch := self.epoch_metrics) is not None:
             is_complete = (record.position.is_over or ending) and not ends_run(trainer, path)
-            kept = epoch.state(trainer, validated=validated, ending=ending, is_complete=is_complete)
+            results = epoch.state(
+                trainer, validated=validated, ending=ending, is_complete=is_complete
+            )
+        fetched_ahead = {}
+        if _has_fetched_ahead(trainer) and self.random_before_fetch:
+            fetched_ahead = {RANDOM_BEFORE_FETCH: self.random_before_fetch}
         hook = _hook_of(trainer, ending=ending, validated=validated)
-        if _has_fetched_ahead(trainer) and (before := self.random_before_fetch):
-            kept = {**kept, RANDOM_BEFORE_FETCH: before}
         return {
-            **kept,
+            **results,
+            **fetched_ahead,
             "validation_began": validating and not validated,
             "validation_batches": validation_batches(trainer),
             "random": self._random_before_validation or collect_rng_states(device),

@@ -255,7 +255,6 @@ def _differing(
 BEGINS_AGAIN = "cover only the batches after the resume"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("saved_on", "world"), [(2, 1), (2, 3), (1, 2)])
 def test_on_another_world_the_metrics_of_the_epoch_begin_again_with_one_warning(
     saved_on: int, world: int, worlds: Pools, tmp_path: Path
