@@ -51,7 +51,6 @@ from lightning_elastic_zero.trainer.lightning import (
     WEIGHT_AVERAGING,
     callbacks_of,
     displayed_metrics,
-    ends_run,
     exchange_average,
     has_average,
     is_fitting,
@@ -261,6 +260,12 @@ class LastFit:
             state[RESULTS] = {**state[RESULTS], **self._shown}
 
 
+def _ends_run(trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
+    """Whether the run ends after a save: an exception's, or one before SLURM requeues the job."""
+    # Lightning's name of the latter.
+    return is_interrupted(trainer) or Path(path).name.startswith("hpc_ckpt_")
+
+
 VERSION_KEY = "pytorch-lightning_version"
 """Entry that Lightning requires in every checkpoint."""
 
@@ -413,7 +418,7 @@ class RunCheckpoints:
         """
         if not is_fitting(trainer) or self._resumer.has_begun:
             return False
-        if ends_run(trainer, path):
+        if _ends_run(trainer, path):
             text = f"{os.fspath(path)} is not saved: the run ended before its first batch."
             warnings.warn(text, stacklevel=2)  # on the rank that failed, not only on rank 0
             # A rank that failed alone must not go on to Lightning's barrier.
@@ -440,7 +445,7 @@ class RunCheckpoints:
         blocking: bool,
     ) -> None:
         manager, interrupted = self._manager, is_interrupted(trainer)
-        if ends_run(trainer, path):
+        if _ends_run(trainer, path):
             # A rank that failed alone saves alone: the others do not take part. SLURM's signal may
             # arrive during another save.
             manager.drain_local()

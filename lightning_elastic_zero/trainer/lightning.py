@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -223,15 +222,6 @@ def is_fitting(trainer: pl.Trainer) -> bool:
 def is_interrupted(trainer: pl.Trainer) -> bool:
     """Whether a trainer is handling an exception (``save_on_exception``)."""
     return trainer.state.status == TrainerStatus.INTERRUPTED
-
-
-def ends_run(trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
-    """Whether the run ends after a save: an exception's, or one before SLURM requeues the job.
-
-    A rank may make such a save alone.
-    """
-    # Lightning's name of the latter.
-    return is_interrupted(trainer) or Path(path).name.startswith("hpc_ckpt_")
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:

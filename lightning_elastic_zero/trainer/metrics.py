@@ -9,6 +9,7 @@ those of the uninterrupted run. On another number they begin again, with a warni
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -316,8 +317,7 @@ class EpochMetrics:
         """Return this rank's metrics for a checkpoint, as plain data.
 
         ``validated``: all batches of the running validation are done. ``ending``: the epoch has
-        ended, and the hooks at its end run. ``is_complete``: all batches of the epoch are done, and
-        all ranks save.
+        ended, and the hooks at its end run. ``is_complete``: all batches of the epoch are done.
         """
         logged = ResumableResults.of(trainer).to_plain()
         # An epoch's end may have reset those that were logged.
@@ -333,13 +333,15 @@ class EpochMetrics:
             over = self._of_epoch - _logged_metrics(logged)
             metrics = {name: held for name, held in metrics.items() if name not in over}
         plain, lacking = self._to_plain(metrics)
+        values, are_of_all = _known_values(trainer) if is_complete else ({}, True)
         return {
             RESULTS: {
                 "logged": logged,
                 "metrics": plain,
                 "lacking": lacking,
                 "of_epoch": sorted(self._of_epoch),
-                "values": _epoch_values(logged, trainer)["callback"] if is_complete else {},
+                "values": values,
+                "values_of_all": are_of_all,
                 **displayed_metrics(trainer),
             }
         }
@@ -368,7 +370,8 @@ class EpochMetrics:
         metrics = {name: held for name, held in results["metrics"].items() if name not in over}
         if not saved.is_same_world:
             trainer.callback_metrics.update(results["values"])
-            _warn_of_new_metrics(logged if inside else {}, metrics)
+            is_new = inside or not results["values_of_all"]
+            _warn_of_new_metrics(logged if is_new else {}, metrics)
             return
         for names, why in (
             (results["lacking"], "their states are not tensors and were not saved"),
@@ -385,9 +388,10 @@ class EpochMetrics:
             self._of_epoch = set(results["of_epoch"])
             _show(trainer, ResumableResults.of(trainer).metrics(on_step=True))
         elif saved.ending:
-            _show(trainer, _epoch_values(logged, trainer))
-            for name in _logged_metrics(logged) & self._metrics.keys():
-                self._metrics[name].reset()
+            ended = ResumableResults()
+            ended.load_saved(logged, trainer)
+            _show(trainer, ended.metrics(on_step=False))
+            ended.reset()
 
     def _find_new_metrics(self) -> None:
         for name, metric in self._module.named_modules():
@@ -443,18 +447,43 @@ def _warn_of_new_metrics(logged: Mapping[str, SavedResult], metrics: States) -> 
     if names := sorted({*values, *metrics}):
         rank_zero_warn(
             "The saved run had another number of devices: logged values and metrics of this epoch "
-            f"cover only the batches after the resume ({format_names(names, 10)}), and so do "
-            "decisions of schedulers and callbacks that monitor them."
+            "cover only the batches after the resume, or those of one device if the epoch is over "
+            f"({format_names(names, 10)}), and so do decisions of schedulers and callbacks that "
+            "monitor them."
         )
 
 
-def _epoch_values(logged: Mapping[str, SavedResult], trainer: pl.Trainer) -> Any:
-    """Compute the values of an epoch from running results; collective."""
-    # Lightning adds up the weights of all ranks in place.
-    copies = {key: {name: _copy(v) for name, v in of.items()} for key, of in logged.items()}
-    ended = ResumableResults()
-    ended.load_saved(copies, trainer)
-    return ended.metrics(on_step=False)
+def _known_values(trainer: pl.Trainer) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return the values of an epoch by name, and whether they are those of all ranks.
+
+    A save must not wait for ranks that do not save, so a value that Lightning has not computed yet
+    is this rank's own.
+    """
+    live, known = ResumableResults.of(trainer), ResumableResults()
+    known.load_saved(live.to_plain(), trainer)
+    are_of_all = True
+    for key, result in [*known.items()]:
+        if not result.meta.on_epoch:
+            continue
+        result._computed = live[key]._computed
+        if result._computed is None:
+            are_of_all, result._computed = trainer.world_size == 1, _own_value(result)
+        if not isinstance(result._computed, torch.Tensor):
+            del known[key]
+    values: dict[str, torch.Tensor] = known.metrics(on_step=False)["callback"]
+    return values, are_of_all
+
+
+def _own_value(result: running._ResultMetric) -> Any:
+    """Return the value of a running result on this rank; None if there is none."""
+    if not result.is_tensor:
+        metric: Any = result.value
+        with suppress(Exception):  # of a user's class, maybe for the few samples of one rank
+            # The method of the object communicates.
+            return type(metric).compute(metric) if metric._update_count else None
+        return None
+    mean = result.meta.is_mean_reduction
+    return result.value / result.cumulated_batch_size if mean else result.value
 
 
 def _show(trainer: pl.Trainer, values: Any) -> None:

@@ -30,7 +30,6 @@ from lightning_elastic_zero.trainer.lightning import (
     combined_loader,
     data_fetcher,
     early_stopping_of,
-    ends_run,
     exhausted_loaders,
     is_fitting,
     known_callback_metrics,
@@ -200,10 +199,7 @@ class RunRecorder:
     def state_dict(
         self, trainer: pl.Trainer, record: DataPosition, device: torch.device, path: str
     ) -> dict[str, Any]:
-        """Return this rank's state of this moment for a checkpoint at a path.
-
-        Collective if the epoch's batches are all done and the run does not end.
-        """
+        """Return this rank's state of this moment for a checkpoint at a path."""
         loaders = training_loaders(trainer)
         generators = [*map(generator_states, loaders)]
         if not loaders and self._at_end is not None:
@@ -219,7 +215,7 @@ class RunRecorder:
         has_stopped = any(map(_has_stopped, early_stopping_of(trainer)))
         results: dict[str, Any] = {}
         if (epoch := self.epoch_metrics) is not None:
-            is_complete = (record.position.is_over or ending) and not ends_run(trainer, path)
+            is_complete = record.position.is_over or ending
             results = epoch.state(
                 trainer, validated=validated, ending=ending, is_complete=is_complete
             )

@@ -153,7 +153,8 @@ def values_of(run: RunSpec, extra: str = "") -> LoggedValues:
     stopping = EarlyStopping(
         "object_epoch", patience=1, min_delta=0.7, check_on_train_epoch_end=True
     )
-    trainer = trainer_of(run, [EventRecorder(run), recorder_of(values), stopping, checkpoints])
+    more = [*(make() for make in run.callbacks), EventRecorder(run), recorder_of(values)]
+    trainer = trainer_of(run, [*more, stopping, checkpoints])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
     with captured_warnings() as values.warned:
         trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
@@ -255,13 +256,22 @@ def _differing(
 BEGINS_AGAIN = "cover only the batches after the resume"
 
 
+class ReadsMetrics(Callback):
+    """Reads the metrics at the end of an epoch, as ``ModelCheckpoint`` does before it saves."""
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert trainer.callback_metrics
+
+
 @pytest.mark.parametrize(("saved_on", "world"), [(2, 1), (2, 3), (1, 2)])
 def test_on_another_world_the_metrics_of_the_epoch_begin_again_with_one_warning(
     saved_on: int, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    """Later epochs are equal except for the order of sums."""
+    """Decisions at the end of the epoch, and later epochs, are equal from the end of an epoch."""
     moments = ("step 0.2", "step 0.5", "epoch 0", "starting 1")
     run = saving(tmp_path, save=moments, trainer={"enable_checkpointing": True}, batch_size=6)
+    run = replace(run, callbacks=(ReadsMetrics,))
     reference = worlds.run(saved_on, partial(values_of, run))[0]
     runs = resumed(run)
     values = worlds.run(world, partial(all_values, list(runs.values())))[0]
@@ -271,9 +281,9 @@ def test_on_another_world_the_metrics_of_the_epoch_begin_again_with_one_warning(
         of_epoch = moment.startswith("step")
         assert ("forked" in warned[0]) == of_epoch, moment
         assert ("best_val" in warned[0]) != of_epoch, moment  # it is never reset
-        if moment == "step 0.2":
+        assert seen.stopped, moment
+        if of_epoch:
             continue
-        # The epoch's values were saved with its last step.
         assert all(reference.rates[step] == rate for step, rate in seen.rates.items()), moment
         assert seen.stopped == reference.stopped, moment
         for epoch in seen.epochs.keys() - {"0", "1"}:
