@@ -146,10 +146,11 @@ def lost_after_publication(job: Job) -> None:
         job.note("complete", (path / "manifest.json").exists())
 
 
-def link_of_one_lost_after_publication(job: Job) -> None:
+def files_of_one_lost_after_publication(job: Job) -> None:
     """Save an engine in the background, as a run does; the last rank dies at the same moment.
 
-    The link is requested while the checkpoint is being written, as ``ModelCheckpoint`` does.
+    A link and a deletion are requested while the checkpoint is being written, as
+    ``ModelCheckpoint`` does.
     """
     os.environ |= {"LOCAL_RANK": str(job.rank), "WORLD_SIZE": str(job.world_size)}
     deepspeed.init_distributed("gloo")  # uses the existing process group
@@ -157,7 +158,7 @@ def link_of_one_lost_after_publication(job: Job) -> None:
     manager = CheckpointManager(Timeouts(), background=True)
     with closing(connect_ranks()) as ranks:
         folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))
-        path, link = folder / "new.ckpt", folder / "last.ckpt"
+        path, link, old = (folder / name for name in ("new.ckpt", "last.ckpt", "old.ckpt"))
         manager._queue = _EndsAfter(asked)
         if job.rank == job.world_size - 1:
             module: Any = manager_module
@@ -165,10 +166,14 @@ def link_of_one_lost_after_publication(job: Job) -> None:
             module.connect_ranks = lambda *of: _StopsBefore(connect(*of), "publish")
             _die_when_published(path)
         manager.start(made, job.rank)
+        asked.set()
+        manager.save(made, old, ranks, {}, SaveOptions())
+        asked.clear()
         assert manager.save_async(made, path, ranks, {}, SaveOptions())
         if job.rank == 0:
             manager._queue.link(folder_at(path), folder_at(link))
-            job.note("deferred", not os.path.lexists(link))
+            manager.remove(old)
+            job.note("deferred", old.exists() and not os.path.lexists(link))
         asked.set()
         failures: list[object] = []
         try:
@@ -178,6 +183,7 @@ def link_of_one_lost_after_publication(job: Job) -> None:
         # The wait may end before the save, since a rank is lost: then no failure was raised yet.
         job.note("failures", [str(error) for error in (*failures, manager.stop(interrupted=False))])
         job.note("link", str(link.readlink()) if link.is_symlink() else None)
+        job.note("old", old.exists())
 
 
 def slow_link(job: Job) -> None:
@@ -265,14 +271,15 @@ def test_a_lost_rank_hides_no_checkpoint(fork_server: ForkServer) -> None:
 
 
 @pytest.mark.long
-def test_a_link_is_made_although_a_rank_is_lost(fork_server: ForkServer) -> None:
-    """The manager makes the link at publication, before all ranks agree that the save ended."""
-    first, second, dead = run_ranks(link_of_one_lost_after_publication, WORLD, fork_server)
+def test_a_link_and_a_deletion_follow_although_a_rank_is_lost(fork_server: ForkServer) -> None:
+    """The checkpoint is published then, although not all ranks agree that the save ended."""
+    first, second, dead = run_ranks(files_of_one_lost_after_publication, WORLD, fork_server)
     assert dead.returncode == -signal.SIGKILL
     assert first.notes["deferred"]
     for result in (first, second):
         assert len(result.notes["failures"]) == 3, result.notes["failures"]
         assert result.notes["link"] == "new.ckpt"
+        assert not result.notes["old"]
     text = " ".join(first.notes["failures"])
     assert "is in its place, but not all ranks have agreed on it" in text
 

@@ -91,23 +91,6 @@ def keys(folder: StorePath) -> set[str]:
 PUBLISHED = {"a.ckpt/manifest.json", f"a.ckpt/ID/{FILE}", f"a.ckpt/ID/{FILE}.sums"}
 
 
-def test_a_save_appears_as_a_whole_and_replaces_another(folder: StorePath) -> None:
-    """Before publication the old state is kept; after it, the old files are deleted."""
-    target = folder / "a.ckpt"
-    staged = begin(target)
-    assert not folder_at(target).exists()
-    staged.put_in_place()
-    staged.clean(NO_PROGRESS)
-    assert folder_at(target).is_checkpoint()
-    assert keys(folder) == PUBLISHED
-    second = begin(target, b"second")
-    assert (staged.path / FILE).store.get((staged.path / FILE).key)[0] == b"content"
-    second.put_in_place()
-    second.clean(NO_PROGRESS)
-    assert keys(folder) == PUBLISHED
-    assert second.path.store.get((second.path / FILE).key)[0] == b"second"
-
-
 def test_an_abandoned_save_leaves_nothing(folder: StorePath) -> None:
     """It leaves no object of its own, and keeps all others."""
     publish(folder / "a.ckpt")
@@ -173,31 +156,6 @@ def test_a_checkpoint_with_an_added_object_is_kept(folder: StorePath) -> None:
     folder.store.put((target / "notes.txt").key, b"mine")
     assert "contains files that this library did not write: notes.txt" in folder_at(target).delete()
     assert keys(folder) == PUBLISHED | {"a.ckpt/notes.txt"}
-
-
-def test_links(folder: StorePath) -> None:
-    """A link names a checkpoint, is replaced in one step, and is deleted without it."""
-    first, second, link = folder / "a.ckpt", folder / "b.ckpt", folder / "last.ckpt"
-    publish(first)
-    publish(second)
-    folder_at(link).make_link(folder_at(first))
-    assert folder_at(link).is_link()
-    assert folder_at(link).follow_links().path == first
-    assert folder_at(first).has_link()
-    folder_at(link).make_link(folder_at(second))
-    assert folder_at(link).follow_links().path == second
-    assert not folder_at(first).has_link()
-    assert {each.path.name for each in folder_at(first).siblings()} == {"b.ckpt", "last.ckpt"}
-    assert not folder_at(link).delete()
-    assert folder_at(second).is_checkpoint()
-    # A save can replace a link, and a link can replace a checkpoint.
-    folder_at(link).make_link(folder_at(first))
-    publish(link)
-    assert not folder_at(link).is_link()
-    folder_at(link).make_link(folder_at(first))
-    assert keys(folder) == PUBLISHED | {k.replace("a.", "b.") for k in PUBLISHED} | {
-        "last.ckpt/manifest.json"
-    }
 
 
 OUTSIDE = (
