@@ -115,6 +115,7 @@ def save_checkpoint(
     engine: Any,
     path: str | os.PathLike[str],
     client_state: Mapping[str, Any] | None = None,
+    rank_state: Mapping[str, Any] | None = None,
     *,
     weights_only: bool = False,
     exclude_frozen_parameters: bool = False,
@@ -133,8 +134,11 @@ def save_checkpoint(
         path: Directory of the checkpoint on a disk that all ranks share, or URL in an object
             store; equal on all ranks. Each checkpoint has its own, such as
             ``f"{folder}/step-{step}"``.
-        client_state: Your own state, which a load returns. Plain data is best (numbers, strings,
-            tensors, lists, dicts). Values may differ between ranks.
+        client_state: Your own state, which a load returns on every rank. Plain data is best
+            (numbers, strings, tensors, lists, dicts). It should be equal on all ranks: rank 0's is
+            saved, with a warning that names an entry that differs.
+        rank_state: Your own state of this rank, such as random states or that of a data loader. A
+            load on the same number of ranks returns it (``LoadResult.rank_state``).
         weights_only: Omit the optimizer state.
         exclude_frozen_parameters: Omit weights that the optimizer does not own.
         save_module_weights: Also write the low-precision weights, which can be computed from the
@@ -149,7 +153,7 @@ def save_checkpoint(
         Path, duration and size of the save.
 
     Raises:
-        ValueError: A flag is not a bool, ``client_state`` is not a dict, or a timeout is not
+        ValueError: A flag is not a bool, a state is not a dict, or a timeout is not
             positive.
         UnsupportedError: The engine or a part of its state cannot be saved.
         SaveError: The checkpoint could not be written, or would replace files of others. The last
@@ -161,11 +165,12 @@ def save_checkpoint(
         exclude_frozen=check_flag("exclude_frozen_parameters", exclude_frozen_parameters),
         module_weights=check_flag("save_module_weights", save_module_weights),
     )
-    client = check_client_state(client_state)
+    client = check_client_state("client_state", client_state)
+    own = check_client_state("rank_state", rank_state)
     live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("save", live, path, times)) as ranks:
         warn_of_open_window(live, path, ranks)
-        return save_engine(live, path, ranks, client, options)
+        return save_engine(live, path, ranks, client, options, own)
 
 
 def load_checkpoint(

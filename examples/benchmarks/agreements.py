@@ -4,7 +4,7 @@
 
 The ranks are threads of a few processes. As in a job, each has its own connection to one
 ``TCPStore``, and its own liveness thread. A step is one agreement: every rank enters it, reports a
-result and gets the verdict. A save takes four steps, a load four. No rank is late. Here one
+result and gets the verdict. A save takes three steps, a load four. No rank is late. Here one
 processor does the work of all ranks. The seconds are thus an upper bound for a cluster with a
 processor per rank, and so are operations and bytes, since waiting ranks poll.
 """

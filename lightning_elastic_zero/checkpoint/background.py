@@ -27,7 +27,7 @@ from lightning_elastic_zero.checkpoint.save import (
 )
 from lightning_elastic_zero.checkpoint.snapshot import Snapshot, Snapshotter
 from lightning_elastic_zero.checkpoint.streams import current_device, use_device
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
+from lightning_elastic_zero.checkpoint.types import NOTHING, CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.engine.live import LiveEngine
@@ -181,6 +181,7 @@ class AsyncCheckpointer:
         ranks: Ranks,
         client_state: Mapping[str, Any],
         options: SaveOptions,
+        rank_state: Mapping[str, Any] = NOTHING,
     ) -> bool:
         """Save a snapshot during training, after the save before has ended. Collective.
 
@@ -192,7 +193,7 @@ class AsyncCheckpointer:
         """
         began = time.monotonic()
         with self._reporting_once():
-            snapshot = self._take_snapshot(engine, path, ranks, client_state, options)
+            snapshot = self._take_snapshot(engine, path, ranks, client_state, options, rank_state)
         if snapshot is None:
             return False
         job = BackgroundSave(snapshot, self._ranks, self._queue, self._published, began)
@@ -213,6 +214,7 @@ class AsyncCheckpointer:
         ranks: Ranks,
         client_state: Mapping[str, Any],
         options: SaveOptions,
+        rank_state: Mapping[str, Any],
     ) -> Snapshot | None:
         """Take a snapshot on every rank, or return None on every rank."""
         contents: ShardContents
@@ -228,7 +230,7 @@ class AsyncCheckpointer:
             self._wait(ranks.progress)
             self._job = None  # with the snapshot, whose memory may have to be replaced
             # A target that is refused is refused here, not at the next save.
-            contents = collect(engine, path, ranks.rank, client_state, options)
+            contents = collect(engine, path, ranks.rank, client_state, options, rank_state)
             if engine.keeps_state_in_files():
                 return "offload to NVMe keeps the state in files"
             if size_bytes := self._snapshotter.missing_bytes(contents):

@@ -1,11 +1,14 @@
 """Comparison of the state that all ranks must share at a save.
 
-The ranks compare their tables, which grow with the number of parameters, and all ranks share one
-store. So rank 0 sends a digest of each table and writes the tables into the new directory; a rank
-reads a table only if its own digest differs. Hyperparameters may differ between ranks: a scheduler
-that steps on a metric of one rank lowers the learning rate of that rank only. A checkpoint for any
-number of ranks cannot keep that. The run continues: rank 0's values are saved, and a warning names
-the difference.
+Rank 0 sends digests of its state to all ranks: a fixed number for each kind of state, because all
+ranks share one store. Each rank compares them with its own before it writes, and reports to rank 0
+what may differ (``Differences``); rank 0 then refuses the save or warns, and names the first
+difference.
+
+Hyperparameters may differ between ranks: a scheduler that steps on a metric of one rank lowers the
+learning rate of that rank only. A checkpoint for any number of ranks cannot keep that, and neither
+an entry of the trainer's state that differs. The run continues: rank 0's values are saved, and a
+warning names the difference.
 """
 
 from __future__ import annotations
@@ -14,172 +17,317 @@ import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
 from lightning_elastic_zero.core.manifest import Group, Manifest
 from lightning_elastic_zero.core.tensors import RankState, canonical_repr
-from lightning_elastic_zero.core.text import format_names, format_ranks
+from lightning_elastic_zero.core.text import (
+    TreePath,
+    format_names,
+    format_ranks,
+    format_tree_path,
+)
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.storage.folder import Folder
-from lightning_elastic_zero.storage.own_files import TABLE_PREFIX
+from lightning_elastic_zero.formats.client_state import SplitState, digest_of, entry_digests
+from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
 
 log = logging.getLogger(__name__)
 
-Tables = Mapping[str, Any]
-"""JSON data that ranks compare, by name."""
+SCHEDULERS = "lr_schedulers"
+"""The client state's entry for schedulers' states, which belong to the rates: Lightning's name."""
 
-_Drift = tuple[int, str]
-"""Index of a parameter group, and a hyperparameter of it."""
+_BUCKETS = 32
+"""Digests of each kind of state; each is of the items whose names fall into its bucket."""
+_EMPTY = "0" * 16
+"""The digest of an empty bucket."""
+_MOST_ROWS, _MOST_ITEMS = 2000, 64
+"""Rows of a table, and items of each kind of state, that a rank reports."""
+_MOST_SHOWN, _MOST_NAMED = 400, 4
 
-_MOST_SENT = 16
-_MOST_SHOWN = 400
-_MOST_TOLD = 4
-
-
-def comparison_tables(manifest: Manifest, state: RankState) -> Tables:
-    """Return the tables that must be equal on all ranks, and the hyperparameters' digests."""
-    return {
-        "tables": _tables(manifest),
-        "scalars": [
-            {key: canonical_repr(value, f"the state {key!r}") for key, value in f.scalars.items()}
-            for f in state.flats
-        ],
-        "hyperparameters": [
-            xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
-            for text in (canonical_repr(dict(g.hyperparameters)) for g in manifest.groups)
-        ],
-        "replicas": list(state.replica_sums),
-    }
+Items = Mapping[str, str]
+"""Digests or values of one kind of state, by name."""
 
 
-def table_digests(tables: Tables) -> dict[str, str]:
-    """Return a digest of each table."""
-    return {name: xxhash.xxh3_128_hexdigest(_table_text(table)) for name, table in tables.items()}
+@dataclass(frozen=True, slots=True)
+class ComparedState:
+    """The state of a rank that is compared with that of rank 0."""
+
+    tables: Mapping[str, Sequence[str]]
+    """Rows that must be equal on all ranks, by the title of the table in messages."""
+    scalars: Sequence[Mapping[str, str]]
+    """Scalar optimizer states of each flat buffer, as text."""
+    hyperparameters: Sequence[Mapping[str, str]]
+    """Those of each parameter group, as text."""
+    replicas: Items
+    """Stage 0: a checksum of the masters in each flat buffer."""
+    buffers: Items
+    """Module buffers."""
+    extra_states: Items
+    """Results of ``get_extra_state``."""
+    optimizer_state: Items
+    """Optimizer state of no parameter."""
+    entries: Items
+    """Other entries of the client state, except those that are declared as a rank's own."""
+
+    @classmethod
+    def of(
+        cls, manifest: Manifest, state: RankState, client: SplitState, own: SplitState
+    ) -> ComparedState:
+        """Return the compared state of this rank; ``own`` is its declared rank state."""
+        entries = entry_digests(client, declared=own.plain)
+        of_library: dict[str, dict[str, str]] = {EXTRA_STATES: {}, OPTIMIZER_STATE: {}}
+        for path in list(entries):
+            if path[0] in of_library:
+                of_library[str(path[0])][format_tree_path(path[1:])] = entries.pop(path)
+        return cls(
+            _tables(manifest),
+            [
+                {k: canonical_repr(v, f"the state {k!r}") for k, v in flat.scalars.items()}
+                for flat in state.flats
+            ],
+            [*map(_texts, manifest.groups)],
+            {str(index): str(value) for index, value in enumerate(state.replica_sums)},
+            {name: digest_of(tensor) for name, tensor in state.module_buffers.items()},
+            of_library[EXTRA_STATES],
+            of_library[OPTIMIZER_STATE],
+            {json.dumps(path): digest for path, digest in entries.items()},
+        )
+
+    def digests(self) -> dict[str, Any]:
+        """Return what rank 0 sends to all ranks."""
+        return {
+            "tables": {title: _digest(list(rows)) for title, rows in self.tables.items()},
+            "scalars": _digest([*map(dict, self.scalars)]),
+            "buckets": {kind: _bucket_digests(items) for kind, items in self.items().items()},
+        }
+
+    def items(self) -> dict[str, Items]:
+        """Return the state that consists of named items, by its kind."""
+        groups = {str(i): _digest(dict(group)) for i, group in enumerate(self.hyperparameters)}
+        return {
+            "hyperparameters": groups,
+            "replicas": self.replicas,
+            "buffers": self.buffers,
+            "extra_states": self.extra_states,
+            "optimizer_state": self.optimizer_state,
+            "entries": self.entries,
+        }
 
 
-def write_tables(folder: Folder, tables: Tables) -> None:
-    """Write rank 0's tables into a folder, until ``Folder.remove_left``."""
-    for name, table in tables.items():
-        folder.leave(f"{TABLE_PREFIX}{name}", _table_text(table))
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What may differ on a rank from rank 0: all in the buckets whose digests differ."""
+
+    tables: Sequence[str] = ()
+    """Titles of tables that differ: the rank is of another run, and writes nothing."""
+    rows: Sequence[str] = ()
+    """The first rows of the first of these tables."""
+    scalars: Sequence[Mapping[str, str]] = ()
+    """All of the rank; empty if they are equal."""
+    hyperparameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By the index of the group."""
+    replicas: Items = field(default_factory=dict)
+    extra_states: bool = False
+    optimizer_state: bool = False
+    entries: Items = field(default_factory=dict)
+    entry_buckets: Sequence[int] = ()
+    """Those of ``entries``; empty if there are too many to report."""
+
+    @classmethod
+    def between(cls, own: ComparedState, first: Mapping[str, Any]) -> Differences:
+        """Compare a rank's state with the ``digests`` of rank 0."""
+        mine = own.digests()
+        titles = [t for t in own.tables if mine["tables"][t] != first["tables"][t]]
+        if titles:
+            return cls(titles, own.tables[titles[0]][:_MOST_ROWS])
+
+        def reported(kind: str) -> list[str]:
+            return differing_items(own, first, kind)[:_MOST_ITEMS]
+
+        def buckets(kind: str) -> list[int]:
+            return _differing_buckets(own.items()[kind], first, kind)
+
+        entries = reported("entries")
+        return cls(
+            scalars=own.scalars if mine["scalars"] != first["scalars"] else (),
+            hyperparameters={i: own.hyperparameters[int(i)] for i in reported("hyperparameters")},
+            replicas={index: own.replicas[index] for index in reported("replicas")},
+            extra_states=bool(buckets("extra_states")),
+            optimizer_state=bool(buckets("optimizer_state")),
+            entries={name: own.entries[name] for name in entries},
+            entry_buckets=buckets("entries") if len(entries) < _MOST_ITEMS else (),
+        )
 
 
-class RankZeroTables:
-    """Rank 0's tables. A table is read only if this rank's own differs.
-
-    ``sent`` are rank 0's digests, ``folder`` contains its tables.
-    """
-
-    def __init__(self, sent: Mapping[str, str], own: Tables, folder: Folder) -> None:
-        self._sent, self.own, self._folder = sent, own, folder
-        self._digests = table_digests(own)
-        self._read: dict[str, Any] = {}
-
-    def is_same(self, name: str) -> bool:
-        """Whether this rank's table equals rank 0's."""
-        return self._sent[name] == self._digests[name]
-
-    def __getitem__(self, name: str) -> Any:
-        """Return rank 0's table; raise SaveError if it cannot be read."""
-        if self.is_same(name):
-            return self.own[name]
-        if name not in self._read:
-            data = self._folder.await_left(
-                f"{TABLE_PREFIX}{name}",
-                lambda data: xxhash.xxh3_128_hexdigest(data) == self._sent[name],
-            )
-            self._read[name] = json.loads(data)
-        return self._read[name]
+def differing_items(own: ComparedState, first: Mapping[str, Any], kind: str) -> list[str]:
+    """Return the names of this rank's items that may differ from rank 0's."""
+    items = own.items()[kind]
+    buckets = _differing_buckets(items, first, kind)
+    return [name for name in items if _bucket_of(name) in buckets]
 
 
-def check_consistent(first: RankZeroTables, manifest: Manifest) -> bool:
-    """Refuse a rank that does not hold the run that rank 0 holds.
+def _differing_buckets(items: Items, first: Mapping[str, Any], kind: str) -> list[int]:
+    pairs = zip(_bucket_digests(items), first["buckets"][kind], strict=True)
+    return [index for index, (one, other) in enumerate(pairs) if one != other]
+
+
+def _bucket_digests(items: Items) -> list[str]:
+    buckets: list[list[tuple[str, str]]] = [[] for _ in range(_BUCKETS)]
+    for item in sorted(items.items()):
+        buckets[_bucket_of(item[0])].append(item)
+    return [_digest(bucket) if bucket else _EMPTY for bucket in buckets]
+
+
+def _bucket_of(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass")) % _BUCKETS
+
+
+def _digest(value: object) -> str:
+    data = json.dumps(value, sort_keys=True).encode(errors="surrogatepass")
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def check_consistent(
+    own: ComparedState, manifest: Manifest, of_ranks: Sequence[Differences]
+) -> bool:
+    """Rank 0: refuse ranks that do not hold the run that rank 0 holds.
 
     Returns whether scalar optimizer states that may differ (``StateKey.may_differ``) do so, between
     the ranks or between flat buffers of one group.
 
     Raises:
-        UnsupportedError: it does not; the tables, or the states with both values, are named.
+        UnsupportedError: a rank does not; the tables, or the states with both values, are named.
     """
-    tables = first.own["tables"]
-    if differ := [name for name, table in first["tables"].items() if tables[name] != table]:
-        here, there = _first_difference(tables[differ[0]], first["tables"][differ[0]])
-        msg = (
-            f"the ranks differ in their {', '.join(differ)}: first {here} on this rank, {there} on "
-            "rank 0. Build the same model and optimizer, and take the same steps, on all ranks"
-        )
-        raise UnsupportedError(msg)
+    for rank, differences in enumerate(of_ranks):
+        if differences.tables:
+            here, there = _first_difference(differences.rows, own.tables[differences.tables[0]])
+            msg = (
+                f"the ranks differ in their {', '.join(differences.tables)}: first {here} on rank "
+                f"{rank}, {there} on rank 0. Build the same model and optimizer, and take the same "
+                "steps, on all ranks"
+            )
+            raise UnsupportedError(msg)
+        if differences.optimizer_state:
+            kept = format_names(map(repr, own.optimizer_state)) or "(any)"
+            msg = (
+                f"{manifest.writer.optimizer} keeps state under the key {kept}, which differs "
+                f"between rank {rank} and rank 0: optimizer state without a parameter must be "
+                "equal on all ranks"
+            )
+            raise UnsupportedError(msg)
+    return _check_scalars(own.scalars, manifest, of_ranks)
+
+
+def _check_scalars(
+    own: Sequence[Mapping[str, str]], manifest: Manifest, of_ranks: Sequence[Differences]
+) -> bool:
     differing = False
     of_groups: dict[tuple[int, str], str] = {}
-    for index, (mine, theirs) in enumerate(
-        zip(first.own["scalars"], first["scalars"], strict=True)
-    ):
-        group = manifest.buffers[index].group
-        may_differ = {key.name for key in manifest.groups[group].state if key.may_differ}
-        if manifest.weights_only:  # The manifest has no states.
-            may_differ = mine.keys() - {"step"}
-        for key in may_differ & mine.keys():
-            differing |= of_groups.setdefault((group, key), mine[key]) != mine[key]
-        for key in sorted(mine.keys() | theirs.keys()):
-            if mine.get(key) == theirs.get(key):
-                continue
-            if key not in may_differ:
-                msg = (
-                    f"the optimizer state {key!r} of flat buffer {index} is "
-                    f"{mine.get(key, 'missing')} on this rank and {theirs.get(key, 'missing')} on "
-                    "rank 0, expected one count on all ranks. With torch_autocast in float16, "
-                    "DeepSpeed 0.18.9 lets each rank skip other steps: train in bfloat16 there"
-                )
-                raise UnsupportedError(msg)
-            differing = True
+    for rank, differences in enumerate(of_ranks):
+        for index, (mine, theirs) in enumerate(zip(differences.scalars or own, own, strict=True)):
+            group = manifest.buffers[index].group
+            may_differ = {key.name for key in manifest.groups[group].state if key.may_differ}
+            if manifest.weights_only:  # The manifest has no states.
+                may_differ = mine.keys() - {"step"}
+            for key in may_differ & mine.keys():
+                differing |= of_groups.setdefault((group, key), mine[key]) != mine[key]
+            for key in sorted((mine.keys() | theirs.keys()) - may_differ):
+                if mine.get(key) != theirs.get(key):
+                    msg = (
+                        f"the optimizer state {key!r} of flat buffer {index} is "
+                        f"{mine.get(key, 'missing')} on rank {rank} and "
+                        f"{theirs.get(key, 'missing')} on rank 0, expected one count on all ranks. "
+                        "With torch_autocast in float16, DeepSpeed 0.18.9 lets each rank skip "
+                        "other steps: train in bfloat16 there"
+                    )
+                    raise UnsupportedError(msg)
     return differing
 
 
-def drifted_hyperparameters(first: RankZeroTables, manifest: Manifest) -> list[list[Any]]:
-    """Return ``[group, {key: text}]`` for the first groups that differ from rank 0's."""
-    pairs = zip(first.own["hyperparameters"], first["hyperparameters"], strict=True)
-    drifted = [index for index, (mine, theirs) in enumerate(pairs) if mine != theirs]
-    return [[index, _texts(manifest.groups[index])] for index in drifted[:_MOST_SENT]]
+def warn_of_differences(
+    own: ComparedState,
+    manifest: Manifest,
+    of_ranks: Sequence[Differences],
+    warned_entries: set[str],
+) -> None:
+    """Rank 0: warn of state of ranks that the checkpoint does not contain.
+
+    An entry of the client state is named once, in ``warned_entries``.
+    """
+    _warn_of_hyperparameters(own.hyperparameters, of_ranks)
+    _warn_of_replicas(own.replicas, manifest, of_ranks)
+    found: dict[str, list[int]] = {}
+    for rank, differences in enumerate(of_ranks):
+        for path in _differing_entries(own.entries, differences):
+            if not (path[0] == SCHEDULERS and differences.hyperparameters):
+                found.setdefault(format_tree_path(path), []).append(rank)
+    new = [name for name in found if name not in warned_entries]
+    warned_entries.update(new)
+    if new:
+        log.warning(
+            "The trainer's state differs between ranks: %s. Rank 0's is saved, and a resume uses "
+            "it on every rank. State of single ranks belongs into rank_state of save_checkpoint, "
+            "or into get_extra_state of a module.",
+            format_names((f"{name} on {format_ranks(found[name])}" for name in new), _MOST_NAMED),
+        )
 
 
-def drifted_replicas(first: RankZeroTables) -> list[int]:
-    """Stage 0: return the flat buffers whose masters differ from rank 0's."""
-    pairs = zip(first.own["replicas"], first["replicas"], strict=True)
-    return [index for index, (mine, theirs) in enumerate(pairs) if mine != theirs][:_MOST_SENT]
+def _differing_entries(own: Items, differences: Differences) -> list[TreePath]:
+    buckets = differences.entry_buckets
+    lacking = {name for name in own if _bucket_of(name) in buckets}
+    names = sorted(lacking | differences.entries.keys())
+    theirs = differences.entries
+    found: list[TreePath] = [tuple(json.loads(n)) for n in names if own.get(n) != theirs.get(n)]
+    if theirs and not found:  # It is not among the reported ones.
+        return [(f"one of {len(own)} entries",)]
+    return found
 
 
-def warn_of_replicas(manifest: Manifest, of_ranks: Sequence[Sequence[int]]) -> None:
-    """Rank 0: warn of ranks whose weights differ, from the ``drifted_replicas`` of each rank."""
-    ranks = [rank for rank, drifted in enumerate(of_ranks) if drifted]
-    if not ranks:
+def _warn_of_replicas(own: Items, manifest: Manifest, of_ranks: Sequence[Differences]) -> None:
+    drifted = [
+        {int(index) for index, value in differences.replicas.items() if own[index] != value}
+        for differences in of_ranks
+    ]
+    if not (ranks := [rank for rank, buffers in enumerate(drifted) if buffers]):
         return
-    names = [n for i in sorted(set().union(*of_ranks)) for n in manifest.buffers[i].names]
+    names = [n for i in sorted(set().union(*drifted)) for n in manifest.buffers[i].names]
     log.warning(
         "In stage 0 every rank trains all weights, but those of %s differ from rank 0's (%s). Each "
         "rank writes a part of them, and a resume gives the same weights to all ranks. Use the "
         "same hyperparameters on all ranks, and make the same changes to weights.",
         format_ranks(ranks),
-        format_names(names, _MOST_TOLD),
+        format_names(names, _MOST_NAMED),
     )
 
 
-def warn_of_drift(manifest: Manifest, of_ranks: Sequence[list[list[Any]]]) -> None:
-    """Rank 0: warn of differing hyperparameters, from the ``drifted_hyperparameters`` of ranks."""
-    own = list(map(_texts, manifest.groups))
+@dataclass(frozen=True, slots=True, order=True)
+class _Drift:
+    """A hyperparameter that differs between ranks."""
+
+    group: int
+    key: str
+
+
+def _warn_of_hyperparameters(
+    own: Sequence[Mapping[str, str]], of_ranks: Sequence[Differences]
+) -> None:
     values: dict[_Drift, dict[int, str]] = {}
-    for rank, groups in enumerate(of_ranks):
-        for group, theirs in groups:
+    for rank, differences in enumerate(of_ranks):
+        for index, theirs in differences.hyperparameters.items():
+            group = int(index)
             for key, value in theirs.items():
                 if value != own[group][key]:
-                    values.setdefault((group, key), {})[rank] = value
+                    values.setdefault(_Drift(group, key), {})[rank] = value
     if not values:
         return
-    sentences = [
-        _sentence(drift, values[drift], own, len(of_ranks)) for drift in sorted(values)[:_MOST_TOLD]
+    sentences = [_sentence(drift, values[drift], own, len(of_ranks)) for drift in sorted(values)][
+        :_MOST_NAMED
     ]
-    if len(values) > _MOST_TOLD:
-        sentences.append(f"{len(values) - _MOST_TOLD} more")
+    if len(values) > _MOST_NAMED:
+        sentences.append(f"{len(values) - _MOST_NAMED} more")
     log.warning(
         "The ranks train with different hyperparameters: %s. Each rank updates its part of the "
         "weights with its own values. The checkpoint contains rank 0's values and schedulers, and "
@@ -192,19 +340,19 @@ def warn_of_drift(manifest: Manifest, of_ranks: Sequence[list[list[Any]]]) -> No
 def _sentence(
     drift: _Drift, of_rank: Mapping[int, str], own: Sequence[Mapping[str, str]], world_size: int
 ) -> str:
-    group, key = drift
-    first = own[group][key]
+    first = own[drift.group][drift.key]
     ranks: dict[str, list[int]] = {first: []}
     for rank in range(world_size):
         ranks.setdefault(of_rank.get(rank, first), []).append(rank)
     values = ", ".join(f"{value} on {format_ranks(which)}" for value, which in ranks.items())
-    return f"{key} of parameter group {group} is {values}"
+    return f"{drift.key} of parameter group {drift.group} is {values}"
 
 
 def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
     """Return the first rows that differ; long ones are cut around the difference."""
-    rows = itertools.zip_longest(mine, theirs, fillvalue="nothing")
-    one, other = next((one, other) for one, other in rows if one != other)
+    rows = itertools.zip_longest(mine[:_MOST_ROWS], theirs[:_MOST_ROWS], fillvalue="nothing")
+    later = (f"something after row {_MOST_ROWS}", "something else")
+    one, other = next(((one, other) for one, other in rows if one != other), later)
     if len(one) <= _MOST_SHOWN and len(other) <= _MOST_SHOWN:
         return one, other
     same = zip(one, other, strict=False)
@@ -214,7 +362,6 @@ def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, 
 
 
 def _tables(manifest: Manifest) -> dict[str, list[str]]:
-    """Return the rows that must be equal on all ranks, by their title in messages."""
     groups = [(g.names, sorted(g.hyperparameters), g.state) for g in manifest.groups]
     return {
         "parameters": list(map(repr, manifest.parameters)),
@@ -228,9 +375,4 @@ def _tables(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _texts(group: Group) -> dict[str, str]:
-    """Return a group's hyperparameters as text."""
     return {key: canonical_repr(value) for key, value in group.hyperparameters.items()}
-
-
-def _table_text(table: object) -> bytes:
-    return json.dumps(table).encode()

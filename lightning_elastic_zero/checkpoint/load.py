@@ -406,6 +406,7 @@ def _load_once(
         source.manifest,
         stats,
         summary,
+        dict(shared.rank_state),
         group_origins=filled.values.group_origins,
     )
 

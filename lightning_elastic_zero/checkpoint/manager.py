@@ -16,7 +16,7 @@ from lightning_elastic_zero.checkpoint.save import (
     save_engine,
 )
 from lightning_elastic_zero.checkpoint.streams import current_device
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
+from lightning_elastic_zero.checkpoint.types import NOTHING, CheckpointStats, SaveOptions
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.engine.live import LiveEngine
@@ -96,10 +96,11 @@ class CheckpointManager:
         ranks: Ranks,
         client_state: Mapping[str, Any],
         options: SaveOptions,
+        rank_state: Mapping[str, Any] = NOTHING,
     ) -> None:
         """Save while training waits. Collective; no save is in flight (``wait_until_finished``)."""
         self._queue.delete_waiting()
-        stats = save_engine(engine, path, ranks, client_state, options)
+        stats = save_engine(engine, path, ranks, client_state, options, rank_state)
         if self._is_rank_zero:
             saved = self._queue.begin_save(folder_at(stats.path))
             self._queue.end_save(saved, published=True)
@@ -112,6 +113,7 @@ class CheckpointManager:
         ranks: Ranks,
         client_state: Mapping[str, Any],
         options: SaveOptions,
+        rank_state: Mapping[str, Any] = NOTHING,
     ) -> bool:
         """Save in the background after the save before has ended. Collective.
 
@@ -119,7 +121,7 @@ class CheckpointManager:
         """
         if self._writer is None:
             return False
-        return self._writer.save(engine, path, ranks, client_state, options)
+        return self._writer.save(engine, path, ranks, client_state, options, rank_state)
 
     @property
     def last_save(self) -> CheckpointStats | None:

@@ -6,26 +6,21 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from typing import Any
 
 from lightning_elastic_zero.checkpoint.consistency import (
-    RankZeroTables,
-    Tables,
+    ComparedState,
+    Differences,
     check_consistent,
-    comparison_tables,
-    drifted_hyperparameters,
-    drifted_replicas,
-    table_digests,
-    warn_of_drift,
-    warn_of_replicas,
-    write_tables,
+    differing_items,
+    warn_of_differences,
 )
 from lightning_elastic_zero.checkpoint.extra_state import warn_of_unsaved, with_extra_states
 from lightning_elastic_zero.checkpoint.types import (
+    NOTHING,
     CheckpointStats,
     SaveOptions,
     io_progress,
@@ -34,23 +29,27 @@ from lightning_elastic_zero.checkpoint.types import (
     warn_of_objects,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
-from lightning_elastic_zero.core.manifest import MODULE_WEIGHTS, SCALARS, FileEntry, Manifest
+from lightning_elastic_zero.core.manifest import (
+    BUFFERS,
+    MODULE_WEIGHTS,
+    OWN_STATE,
+    SCALARS,
+    FileEntry,
+    Manifest,
+)
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RankState
-from lightning_elastic_zero.core.text import format_names, format_tree_path
+from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.support import recovery_script
-from lightning_elastic_zero.errors import SaveError, UnsupportedError
+from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.client_state import (
-    ClientPart,
-    Objects,
+    SplitState,
     check_loads_weights_only,
-    fingerprints,
-    rank_differences,
     split_objects,
 )
 from lightning_elastic_zero.formats.elastic import RankWriter
-from lightning_elastic_zero.formats.reader import OPTIMIZER_STATE
+from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
 from lightning_elastic_zero.storage.file_write import as_save_error, write_durably
 from lightning_elastic_zero.storage.folder import Folder, Staged
 from lightning_elastic_zero.storage.folders import folder_at
@@ -58,14 +57,10 @@ from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.own_files import (
     LATEST,
     RECOVERY_SCRIPT,
-    TABLE_PREFIX,
+    SEEN_PREFIX,
     TAG,
-    TOKEN_PREFIX,
 )
 from lightning_elastic_zero.storage.paths import parse_path
-
-SCHEDULERS = "lr_schedulers"
-"""The client state's entry for schedulers' states, which belong to the rates: Lightning's name."""
 
 
 class Cancellation:
@@ -103,6 +98,7 @@ def save_engine(
     ranks: Ranks,
     client_state: Mapping[str, Any],
     options: SaveOptions,
+    rank_state: Mapping[str, Any] = NOTHING,
 ) -> CheckpointStats:
     """Save an engine while training waits; collective. See ``lightning_elastic_zero.api``.
 
@@ -112,8 +108,9 @@ def save_engine(
         engine: the engine.
         path: the checkpoint directory.
         ranks: the ranks of the training threads.
-        client_state: the trainer's state.
+        client_state: the trainer's state; rank 0's is saved for all ranks.
         options: the options.
+        rank_state: this rank's own state.
 
     Raises:
         SaveError: the checkpoint could not be written; the last published one is intact.
@@ -121,11 +118,12 @@ def save_engine(
         RanksError: a rank failed, died, or did not call this function.
     """
     began = time.monotonic()
-    contents = ranks.run_all(
-        f"save: look at the engine {engine.at_step()}",
-        lambda: collect(engine, path, ranks.rank, client_state, options),
-    )
-    stats = write_shards(contents, ranks)
+
+    def look() -> ShardContents:
+        return collect(engine, path, ranks.rank, client_state, options, rank_state)
+
+    step = f"save: look at the engine {engine.at_step()}"
+    stats = _write(ranks, step, look, Cancellation())
     seconds = time.monotonic() - began
     return replace(stats, seconds=seconds, waited_s=seconds)
 
@@ -138,17 +136,15 @@ class ShardContents:
     """The checkpoint's directory."""
     manifest: Manifest
     state: RankState
-    client: dict[str, Any]
-    objects: Objects = ()
+    client: SplitState
+    """The trainer's state, of which rank 0's is written."""
+    own: SplitState = field(default_factory=SplitState)
+    """The declared state of this rank."""
     options: SaveOptions = field(default_factory=SaveOptions)
 
-    def tables(self) -> Tables:
-        """Return the tables that ranks compare."""
-        return {
-            **comparison_tables(self.manifest, self.state),
-            "buffers": fingerprints(dict(self.state.module_buffers)),
-            "client": fingerprints(self.client, self.objects),
-        }
+    def compared(self) -> ComparedState:
+        """Return the state that ranks compare."""
+        return ComparedState.of(self.manifest, self.state, self.client, self.own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,29 +153,31 @@ class _NewSave:
 
     path: str
     save_id: str
-    digests: Mapping[str, str]
-    """Digest of each of rank 0's tables."""
+    digests: Mapping[str, Any]
+    """Rank 0's ``ComparedState.digests``."""
 
     @property
     def token(self) -> str:
         """Name of the file by which a rank recognises the directory of this save."""
-        return f"{TOKEN_PREFIX}{self.save_id}"
+        return f"{SEEN_PREFIX}{self.save_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
     """A rank's message to rank 0 after it has written."""
 
-    files: Sequence[Mapping[str, Any]]
-    """Each ``FileEntry`` as plain data."""
+    files: Sequence[FileEntry]
     kept: Sequence[str]
     """Kinds of state that this rank has kept besides the rest (``Manifest.rank_state``)."""
-    drifted: list[list[Any]]
-    """See ``drifted_hyperparameters``."""
-    replicas: Sequence[int]
-    """See ``drifted_replicas``."""
+    differences: Differences
     requests: int
     """Requests to an object store."""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> _Written:
+        files = [FileEntry(**entry) for entry in plain["files"]]
+        differences = Differences(**plain["differences"])
+        return cls(files, plain["kept"], differences, plain["requests"])
 
 
 def collect(
@@ -188,6 +186,7 @@ def collect(
     rank: int,
     client_state: Mapping[str, Any],
     options: SaveOptions,
+    rank_state: Mapping[str, Any] = NOTHING,
 ) -> ShardContents:
     """Return the state of the engine and trainer that this rank writes, by reference.
 
@@ -216,11 +215,11 @@ def collect(
     client = dict(with_extra_states(client_state, engine.module(), options))
     if state.optimizer_state and not manifest.weights_only:
         client[OPTIMIZER_STATE] = dict(state.optimizer_state)
-    split = split_objects(client)
     if rank == 0:
         warn_of_unsaved(engine.module(), options.examined_modules)
         folder_at(target).prepare(f"step-{manifest.progress.global_steps}")
-    return ShardContents(target, manifest, state, split.plain, split.objects, options)
+    split, own = split_objects(client), split_objects(rank_state)
+    return ShardContents(target, manifest, state, split, own, options)
 
 
 def write_shards(
@@ -228,31 +227,48 @@ def write_shards(
     ranks: Ranks,
     cancellation: Cancellation | None = None,
 ) -> CheckpointStats:
-    """Write the collected state and publish the checkpoint; see ``save_engine``. Collective.
+    """Write collected state and publish the checkpoint; see ``save_engine``. Collective.
 
     Args:
         contents: the state that this rank writes.
         ranks: the ranks of the calling thread.
         cancellation: lets another thread cancel the save.
     """
-    began, cancellation = time.monotonic(), cancellation or Cancellation()
-    requests = folder_at(contents.target).requests
+    cancellation = cancellation or Cancellation()
+    return _write(ranks, "save: make a directory", lambda: contents, cancellation)
+
+
+def _write(
+    ranks: Ranks, step: str, look: Callable[[], ShardContents], cancellation: Cancellation
+) -> CheckpointStats:
+    """Get the contents on every rank, write them and publish the checkpoint. Collective.
+
+    In the first step, rank 0 also makes the directory in which all ranks write.
+    """
+    began = time.monotonic()
+    looked: list[_Looked] = []
     staged: list[Staged] = []  # on rank 0: removed if the save fails
-    tables, progress = cache(contents.tables), _progress(contents, ranks, cancellation)
+
+    def look_at_state() -> None:
+        contents = look()
+        requests = folder_at(contents.target).requests
+        looked.append(_Looked(contents, contents.compared(), requests))
+
+    def look_and_stage() -> dict[str, Any]:
+        look_at_state()
+        return asdict(_stage(looked[0], ranks, staged))
 
     def write_files() -> dict[str, Any]:
         staging = _await_staging(new, folder_at(contents.target))
-        theirs = RankZeroTables(new.digests, tables(), staging)
         manifest = replace(contents.manifest, save_id=new.save_id)
+        progress = _progress(contents, ranks, cancellation)
         writer = RankWriter(staging.path, manifest, ranks.rank, progress)
-        return asdict(_write_files(contents, theirs, writer, requests))
+        return asdict(_write_files(looked[0], new, writer))
 
     def publish() -> dict[str, Any]:
         write_s = time.monotonic() - began
-        written = [_Written(**of_rank) for of_rank in of_ranks or []]
-        warn_of_drift(contents.manifest, [of_rank.drifted for of_rank in written])
-        warn_of_replicas(contents.manifest, [of_rank.replicas for of_rank in written])
-        files = _complete(staged[0], contents, new, written)
+        written = [_Written.from_plain(of_rank) for of_rank in of_ranks or []]
+        files = _complete(staged[0], looked[0], new, written)
         staged[0].sync(ranks.progress)
         cancellation.commit()
         staged[0].put_in_place()
@@ -266,14 +282,12 @@ def write_shards(
             "write_s": write_s,
             "publish_s": seconds - write_s,
             "bytes": sum(entry.size_bytes for entry in files),
-            "requests": others + folder_at(contents.target).requests - requests,
+            "requests": others + folder_at(contents.target).requests - looked[0].requests,
         }
 
     try:
-        made = ranks.broadcast(
-            "save: make a directory", lambda: asdict(_stage(contents, tables(), ranks, staged))
-        )
-        new = _NewSave(**made)
+        new = _NewSave(**ranks.broadcast(step, look_and_stage, look_at_state))
+        contents = looked[0].contents
         with staged[0].touch_regularly() if staged else nullcontext():
             of_ranks = ranks.gather(f"save {new.path}: write", write_files)
             published = ranks.broadcast(f"save {new.path}: publish", publish)
@@ -286,17 +300,27 @@ def write_shards(
     return CheckpointStats(new.path, step=steps, **published)
 
 
-def _stage(contents: ShardContents, tables: Tables, ranks: Ranks, staged: list[Staged]) -> _NewSave:
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """What a rank has found at the begin of a save."""
+
+    contents: ShardContents
+    compared: ComparedState
+    requests: int
+    """Requests to the object store before this save."""
+
+
+def _stage(looked: _Looked, ranks: Ranks, staged: list[Staged]) -> _NewSave:
     """Rank 0: make the folder in which all ranks write; return its description."""
+    contents = looked.contents
     target, folder = contents.target, folder_at(contents.target)
-    new = _NewSave(str(target), uuid.uuid4().hex, table_digests(tables))
+    new = _NewSave(str(target), uuid.uuid4().hex, looked.compared.digests())
     folder.check_shareable(ranks.world_size)
-    warn_of_objects(target, contents.objects, contents.options.warned_objects)
+    objects = (*contents.client.objects, *contents.own.objects)
+    warn_of_objects(target, objects, contents.options.warned_objects)
     with as_save_error(target):
         staged.append(folder.stage(new.save_id, ranks.progress))
-        staging = folder.staging(new.save_id)
-        write_tables(staging, tables)
-        staging.leave(new.token)
+        folder.staging(new.save_id).leave(new.token)
     return new
 
 
@@ -323,83 +347,73 @@ def _await_staging(new: _NewSave, target: Folder) -> Folder:
     return staging
 
 
-def _write_files(
-    contents: ShardContents, first: RankZeroTables, writer: RankWriter, requests: int
-) -> _Written:
-    """Write this rank's files. ``requests`` are those to the store before this save."""
-    scalars_differ = check_consistent(first, contents.manifest)
-    drifted = drifted_hyperparameters(first, contents.manifest)
-    state, client = _own_part(contents, first, writer.rank, drifted=bool(drifted))
-    files = writer.write(state, client)
+def _write_files(looked: _Looked, new: _NewSave, writer: RankWriter) -> _Written:
+    """Write this rank's files, unless it is of another run than rank 0."""
+    contents, differences = looked.contents, Differences.between(looked.compared, new.digests)
+    if differences.tables:
+        return _Written([], [], differences, 0)
+    state, client, own = contents.state, contents.client, contents.own
+    if writer.rank:
+        names = differing_items(looked.compared, new.digests, "buffers")
+        state, client, own = _part_of_rank(contents, differences, names)
+    files = writer.write(state, client, own)
     kept = {
-        "buffers": bool(writer.rank and state.module_buffers),
-        "client_state": bool(client.own or client.own_objects),
-        SCALARS: scalars_differ,
+        BUFFERS: bool(writer.rank and state.module_buffers),
+        OWN_STATE: bool(own.plain),
         MODULE_WEIGHTS: any(flat.weights for flat in state.flats),
     }
+    requests = folder_at(contents.target).requests - looked.requests
     return _Written(
-        [asdict(entry) for entry in files],
-        [name for name, is_kept in kept.items() if is_kept],
-        drifted,
-        drifted_replicas(first),
-        folder_at(contents.target).requests - requests,
+        files, [name for name, is_kept in kept.items() if is_kept], differences, requests
     )
 
 
-def _own_part(
-    contents: ShardContents, first: RankZeroTables, rank: int, *, drifted: bool
-) -> tuple[RankState, ClientPart]:
-    """Return the state that this rank writes: rank 0 all of it, others what differs.
-
-    ``drifted``: this rank's hyperparameters differ, so its schedulers are left out.
-    """
-    if not rank:
-        return contents.state, ClientPart(contents.client, contents.objects)
-    mine, theirs = first.own["buffers"], first["buffers"]
-    buffers = {n: t for n, t in contents.state.module_buffers.items() if mine[n] != theirs[n]}
-    own, objects = rank_differences(
-        contents.client, contents.objects, first.own["client"], first["client"]
-    )
-    if any(path[0] == OPTIMIZER_STATE for path, _ in own):
-        kept = format_names(map(repr, contents.client.get(OPTIMIZER_STATE, {}))) or "(any)"
-        msg = (
-            f"{contents.manifest.writer.optimizer} keeps state under the key {kept}, which "
-            "differs from rank 0's: optimizer state without a parameter must be equal on all ranks"
-        )
-        raise UnsupportedError(msg)
-    if drifted:
-        own = tuple(item for item in own if item[0][0] != SCHEDULERS)
-        objects = tuple(item for item in objects if item[0][0] != SCHEDULERS)
-    state = replace(contents.state, module_buffers=buffers)
+def _part_of_rank(
+    contents: ShardContents, differences: Differences, buffers: Sequence[str]
+) -> tuple[RankState, SplitState, SplitState]:
+    """Return the state that a rank other than 0 writes; ``buffers`` differ from rank 0's."""
+    state, client, own = contents.state, contents.client, contents.own
+    if differences.extra_states:
+        own = own | client.only(EXTRA_STATES)
+    differing = {name: state.module_buffers[name] for name in buffers}
     if not state.module_weights:
-        return state, ClientPart({}, own=own, own_objects=objects)
+        return replace(state, module_buffers=differing), SplitState(), own
     # DeepSpeed's loader for ZeRO-3 reads nothing but the rank's own model file.
-    module = {**state.module_weights, **contents.state.module_buffers}
-    return replace(state, module_weights=module), ClientPart(contents.client, (), own, objects)
+    weights = {**state.module_weights, **state.module_buffers}
+    state = replace(state, module_weights=weights, module_buffers=differing)
+    return state, SplitState(client.plain), own
 
 
 def _complete(
-    staged: Staged, contents: ShardContents, new: _NewSave, written: Sequence[_Written]
+    staged: Staged, looked: _Looked, new: _NewSave, written: Sequence[_Written]
 ) -> tuple[FileEntry, ...]:
-    """Rank 0: write the files for DeepSpeed's tools, and the manifest last; return its files."""
-    folder = staged.path
+    """Rank 0: compare the ranks, write the files for DeepSpeed's tools, and the manifest last.
+
+    Returns the files in the manifest.
+    """
+    folder, contents, manifest = staged.path, looked.contents, looked.contents.manifest
+    differences = [of_rank.differences for of_rank in written]
+    kept = {kind for of_rank in written for kind in of_rank.kept}
+    if check_consistent(looked.compared, manifest, differences):
+        kept.add(SCALARS)
+    warned = contents.options.warned_entries
+    warn_of_differences(looked.compared, manifest, differences, warned)
     write_durably(folder / LATEST, TAG.encode())
     if (source := recovery_script()) is not None:
         with as_save_error(contents.target):
             script = source.read_bytes()
         write_durably(folder / RECOVERY_SCRIPT, script)
     manifest = replace(
-        contents.manifest,
+        manifest,
         save_id=new.save_id,
         files=tuple(
-            FileEntry(**{**entry, "name": f"{staged.prefix}{entry['name']}"})
+            replace(entry, name=f"{staged.prefix}{entry.name}")
             for of_rank in written
             for entry in of_rank.files
         ),
-        rank_state=tuple(sorted({kept for of_rank in written for kept in of_rank.kept})),
-        client_objects=tuple(format_tree_path(path) for path, _ in contents.objects),
+        rank_state=tuple(sorted(kept)),
+        client_objects=tuple(format_tree_path(path) for path, _ in contents.client.objects),
     )
-    tables = (f"{TABLE_PREFIX}{name}" for name in new.digests)
-    folder_at(folder).remove_left(*tables, new.token)
+    folder_at(folder).remove_left(new.token)
     staged.seal(manifest.to_json().encode())
     return manifest.files

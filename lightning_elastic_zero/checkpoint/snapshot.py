@@ -37,7 +37,7 @@ from lightning_elastic_zero.core.tensors import (
     with_copies,
 )
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
-from lightning_elastic_zero.formats.client_state import pickle_objects
+from lightning_elastic_zero.formats.client_state import SplitState, pickle_objects
 from lightning_elastic_zero.storage.ownership import PeriodicThread
 
 _ALIGNED_BYTES = 64
@@ -91,8 +91,8 @@ class Snapshotter:
         contents = replace(
             contents,
             state=_copied_state(contents.state, copies),
-            client=copy_plain_data(contents.client),
-            objects=pickle_objects(contents.objects)[1],
+            client=_copied(contents.client),
+            own=_copied(contents.own),
         )
         self._last = Snapshot(contents, copies.start())
         return self._last
@@ -188,6 +188,10 @@ def _copy_bytes(state: RankState) -> int:
 
 def _aligned_bytes(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _copied(state: SplitState) -> SplitState:
+    return SplitState(copy_plain_data(state.plain), pickle_objects(state.objects)[1])
 
 
 def copy_plain_data(value: Any) -> Any:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from lightning_elastic_zero.coordination.ranks import Ranks
@@ -21,6 +22,9 @@ REPORT_EVERY_S = 10.0
 """Interval between log messages during long reads and writes."""
 
 log = logging.getLogger(__name__)
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""No rank state."""
 
 
 def accept_any(_manifest: Manifest, /) -> None:
@@ -50,6 +54,8 @@ class SaveOptions:
     """Optimizer steps as counted by the trainer; None: as counted by the engine."""
     show: ShowBytes = show_nothing
     """Shows this rank's progress; not used by background saves."""
+    warned_entries: set[str] = field(default_factory=set)
+    """Entries of the client state that were already warned of, because ranks differ in them."""
     warned_objects: set[str] | None = field(default_factory=set)
     """Paths of objects that were already warned of, as loads refuse them; None: no warnings."""
     examined_modules: set[tuple[str, type]] = field(default_factory=set)
@@ -125,6 +131,8 @@ class LoadResult:
     """Path, time and size."""
     source_summary: str = ""
     """Kind, writer and missing state of an incomplete checkpoint; otherwise empty."""
+    rank_state: dict[str, Any] = field(default_factory=dict)
+    """Your ``rank_state`` of this rank; empty on another number of ranks than at the save."""
     instead_of: str = ""
     """The damaged checkpoint that an older one replaced (``fallback``); usually empty."""
     group_origins: tuple[int | None, ...] = ()

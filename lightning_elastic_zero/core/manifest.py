@@ -119,6 +119,10 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 STAGES = (0, 1, 2, 3)
 STAGE_WEIGHTS = 3
 """The ZeRO stage that partitions the weights too."""
+BUFFERS = "buffers"
+"""In ``Manifest.rank_state``: shards have module buffers that differ from rank 0's."""
+OWN_STATE = "state"
+"""In ``Manifest.rank_state``: shards have a rank's own state of the trainer or of modules."""
 MODULE_WEIGHTS = "module_weights"
 """In ``Manifest.rank_state``: shards have weights that are not the rounded masters."""
 SCALARS = "scalars"
@@ -276,8 +280,8 @@ class Manifest:
     """Frozen parameters and buffers excluded by ``exclude_frozen_parameters`` or
     ``on_save_checkpoint``."""
     rank_state: tuple[str, ...] = ()
-    """State that ranks store besides the rest: ``"buffers"`` and ``"client_state"`` that differ
-    from rank 0's, ``SCALARS`` and ``MODULE_WEIGHTS``."""
+    """Kinds of state that ranks store besides the rest: ``BUFFERS``, ``OWN_STATE``, ``SCALARS`` and
+    ``MODULE_WEIGHTS``."""
     client_objects: tuple[str, ...] = ()
     """Paths in the client state of objects that are not plain data, stored in another file."""
 

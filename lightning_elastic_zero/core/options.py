@@ -100,8 +100,8 @@ def take(options: type[D], given: dict[str, Any]) -> D:
     return options(**{name: given.pop(name) for name in known if name in given})
 
 
-def check_client_state(value: object) -> Mapping[str, Any]:
-    """Return the ``client_state`` option as a dictionary.
+def check_client_state(name: str, value: object) -> Mapping[str, Any]:
+    """Return an option for state as a dictionary.
 
     Refuses other types, such as the tag that ``engine.save_checkpoint`` takes.
     """
@@ -110,7 +110,7 @@ def check_client_state(value: object) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
     msg = (
-        f"client_state={value!r}: expected a dictionary or None. There is no tag: each "
+        f"{name}={value!r}: expected a dictionary or None. There is no tag: each "
         "checkpoint has its own path"
     )
     raise ValueError(msg)

@@ -1,8 +1,8 @@
-"""The trainer's state: plain data, objects, and the differences between ranks.
+"""The trainer's state: plain data and objects.
 
-``client_state`` is the dictionary that Lightning (or the user of a plain engine) passes: nested
-dicts, lists and tuples. Plain data goes into the model file, other objects into a separate file. If
-ranks pass different values, rank 0's are saved for all, and other ranks save their differences.
+The state is a dictionary that Lightning (or the user of a plain engine) passes: nested dicts, lists
+and tuples. Rank 0's ``client_state`` is saved for all ranks: plain data in the model file, other
+objects in a separate file. The ``rank_state`` of each rank is saved in its shard.
 
 Objects of known classes (paths, namespaces, NumPy values, collections) are stored as plain data: a
 dict with one entry, the name of the class and the parts that the object is built of. So a load
@@ -16,11 +16,10 @@ import argparse
 import collections
 import copy
 import io
-import json
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PosixPath
 from typing import Any, TypeAlias
 
@@ -42,9 +41,6 @@ from lightning_elastic_zero.errors import CheckpointFormatError, SaveError
 from lightning_elastic_zero.formats.torch_read import PLAIN_DATA, unpickle, unsupported_class
 from lightning_elastic_zero.formats.torch_write import piecewise
 
-REMOVED = False
-"""The end of a path to an entry that rank 0 has and this rank lacks; no key is a bool."""
-
 _LEAVES = (*LEAVES, torch.Size, torch.dtype, torch.device)
 _NUMBERS = {type(None), bool, int, float}
 """Types whose pickles depend only on the values. Long lists of them are pickled fast."""
@@ -63,22 +59,26 @@ Objects: TypeAlias = "tuple[tuple[TreePath, object], ...]"
 
 
 @dataclass(frozen=True, slots=True)
-class ClientPart:
-    """The part of the trainer's state that a rank writes."""
+class SplitState:
+    """A part of the trainer's state, split for files."""
 
-    plain: dict[str, Any]
-    """Rank 0: the whole tree of plain data, with None in place of each object. Other ranks: empty,
-    or their whole tree if DeepSpeed's loader needs it."""
+    plain: dict[str, Any] = field(default_factory=dict)
+    """The tree of plain data, with None in place of each object."""
     objects: Objects = ()
-    """Rank 0: the objects that are not plain data, with their paths."""
-    own: tuple[tuple[TreePath, Any], ...] = ()
-    """Other ranks: plain entries that differ from rank 0's."""
-    own_objects: Objects = ()
-    """Other ranks: the objects in these entries."""
+    """The objects that are not plain data, with their paths."""
+
+    def only(self, key: str) -> SplitState:
+        """Return one entry; nothing if there is none."""
+        plain = {key: self.plain[key]} if key in self.plain else {}
+        return SplitState(plain, tuple(item for item in self.objects if item[0][0] == key))
+
+    def __or__(self, other: SplitState) -> SplitState:
+        """Return the entries of both, which have no common key."""
+        return SplitState({**self.plain, **other.plain}, (*self.objects, *other.objects))
 
 
-def split_objects(state: Mapping[str, Any]) -> ClientPart:
-    """Split a client state into plain data and other objects."""
+def split_objects(state: Mapping[str, Any]) -> SplitState:
+    """Split a state into plain data and other objects."""
     if strange := [key for key in state if type(key) not in (str, int)]:
         msg = (
             f"the trainer's state has the key {strange[0]!r}, a {type(strange[0]).__name__}, "
@@ -94,7 +94,7 @@ def split_objects(state: Mapping[str, Any]) -> ClientPart:
         except (RecursionError, ValueError) as error:
             msg = f"the trainer's state has {key!r}, which contains itself or is nested too deep"
             raise SaveError(msg) from error
-    return ClientPart(plain, tuple(objects))
+    return SplitState(plain, tuple(objects))
 
 
 def _plain_part(value: Any, path: TreePath, objects: list[tuple[TreePath, object]]) -> object:
@@ -171,84 +171,59 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
-    """Put objects, or the differences of a rank, at their paths, in place."""
+    """Put objects at their paths, in place."""
     for path, value in objects:
-        gone = path[-1] is REMOVED
-        *inner, last = path[:-1] if gone else path
+        *inner, last = path
         node: Any = plain
         for key in inner:
             node = node[key]
-        if gone:
-            del node[last]
-        elif type(node) is list and last == len(node):
-            node.append(value)
-        else:
-            node[last] = value
+        node[last] = value
     return plain
 
 
-def fingerprints(state: Mapping[str, Any], objects: Objects = ()) -> dict[str, str]:
-    """Return a digest of each entry of a client state, with the objects in it.
+_MOST_INNER = 64
+"""Entries of a dictionary that are compared one by one."""
 
-    An entry that is a dictionary, such as ``callbacks``, has a digest for each of its entries, so
-    that a rank whose callback differs need not write the state of all callbacks.
+
+def entry_digests(state: SplitState, declared: Mapping[str, Any]) -> dict[TreePath, str]:
+    """Return a digest of each entry, by its path, except those that ``declared`` has too.
+
+    An entry that is a small dictionary, such as ``callbacks``, has a digest for each of its
+    entries, so that a message can name the callback.
     """
-    found = {path: _digest(value, path) for path, value in _entries(state)}
-    for path, value in objects:
+    found = {path: _digest(value, path) for path, value in _entries(state.plain)}
+    for path, value in state.objects:
         entry = path[:2] if path[:2] in found else path[:1]
-        found[entry] = _digest([found[entry], *path, pickled(value, path)], path)
-    return {_text(path): digest for path, digest in found.items()}
-
-
-def _text(path: TreePath) -> str:
-    """Return a path as unambiguous text: ``a.b`` is one key, ``["a", "b"]`` are two."""
-    if len(path) == 1 and isinstance(path[0], str) and not path[0].startswith("["):
-        return path[0]
-    return json.dumps(path)
+        found[entry] = _digest([found[entry], *path, _object_digest(value, path)], path)
+    return {path: held for path, held in found.items() if not _is_declared(path, declared)}
 
 
 def _entries(state: Mapping[Any, Any]) -> Iterator[tuple[TreePath, Any]]:
     for key, value in state.items():
-        if type(value) is dict and value and all(type(inner) in (str, int) for inner in value):
+        is_small = type(value) is dict and 0 < len(value) <= _MOST_INNER
+        if is_small and all(type(inner) in (str, int) for inner in value):
             yield from (((key, inner), held) for inner, held in value.items())
         else:
             yield (key,), value
 
 
-def rank_differences(
-    state: Mapping[Any, Any],
-    objects: Objects,
-    own: Mapping[str, str],
-    first: Mapping[str, str],
-) -> tuple[tuple[tuple[TreePath, Any], ...], Objects]:
-    """Return the parts of this rank's state with which ``join_objects`` changes rank 0's into it.
-
-    First, the plain data of entries that differ; an entry that this rank lacks has a path that ends
-    in ``REMOVED``. Second, the objects in them. ``own`` and ``first`` are the ``fingerprints`` of
-    this rank and of rank 0.
-    """
-    mine, theirs = _grouped(own), _grouped(first)
-    changed: list[tuple[TreePath, Any]] = []
-    for key, digests in mine.items():
-        others = theirs.get(key, {})
-        if set(map(len, digests)) != set(map(len, others)):
-            changed.append(((key,), state[key]))
-            continue
-        values = dict(_entries({key: state[key]}))
-        changed += [(path, values[path]) for path in digests if digests[path] != others.get(path)]
-        changed += [((*path, REMOVED), None) for path in others if path not in digests]
-    changed += [((key, REMOVED), None) for key in theirs if key not in mine]
-    paths = {path for path, _ in changed}
-    return tuple(changed), tuple(o for o in objects if o[0][:1] in paths or o[0][:2] in paths)
+def _is_declared(path: TreePath, declared: Mapping[Any, Any]) -> bool:
+    if path[0] not in declared:
+        return False
+    inner = declared[path[0]]
+    return not isinstance(inner, dict) or path[1:] == () or path[1] in inner
 
 
-def _grouped(digests: Mapping[str, str]) -> dict[str | int, dict[TreePath, str]]:
-    """Return digests by the first key of their entries' paths."""
-    found: dict[str | int, dict[TreePath, str]] = {}
-    for text, digest in digests.items():
-        path = tuple(json.loads(text)) if text.startswith("[") else (text,)
-        found.setdefault(path[0], {})[path] = digest
-    return found
+def _object_digest(value: object, path: TreePath) -> str:
+    try:
+        return _digest(encode(value), path)
+    except (_UnknownClassError, RecursionError, ValueError):
+        return _digest(pickled(value, path), path)
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return a digest of a tensor's dtype, shape and bits."""
+    return _digest(tensor, ())
 
 
 def _digest(value: object, path: TreePath) -> str:

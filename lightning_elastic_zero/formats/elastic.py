@@ -18,9 +18,11 @@ import torch
 
 from lightning_elastic_zero.core.layout import Fragment, Transfer
 from lightning_elastic_zero.core.manifest import (
+    BUFFERS,
     FORMAT,
     FORMAT_VERSION,
     MODULE_WEIGHTS,
+    OWN_STATE,
     STAGE_WEIGHTS,
     FileEntry,
     Manifest,
@@ -31,8 +33,8 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats.client_state import (
-    ClientPart,
     Objects,
+    SplitState,
     join_objects,
     load_objects,
     store_objects,
@@ -227,18 +229,29 @@ class ElasticReader(CheckpointReader):
         loss_scaler, lr_scheduler = ours["loss_scaler"], scheduler and file.load_tree(scheduler)
         if self.manifest.client_objects:
             client = join_objects(client, self._objects())
-        if rank and world_size == self.manifest.world_size and self.manifest.rank_state:
-            file = self.files.get(optimizer_file(rank, self.manifest.precision))
-            own = file.load_tree(file.tree[OURS]["own"])
-            module.update(own["buffers"])
-            client = join_objects(client, tuple((tuple(p), v) for p, v in own["client_state"]))
-            if "objects" in own:
-                where = f"rank {rank}'s own objects in {self.files.folder}"
-                objects = load_objects(own["objects"], where, allow_pickle=self._allow_pickle)
-                client = join_objects(client, objects)
         extra = client.pop(EXTRA_STATES, {})
         client.pop(OPTIMIZER_STATE, None)
-        return SharedState(module, client, loss_scaler, lr_scheduler, extra)
+        own: dict[str, Any] = {}
+        if world_size == self.manifest.world_size:
+            buffers, own = self._own_state(rank)
+            module.update(buffers)
+            extra = own.pop(EXTRA_STATES, extra)
+        return SharedState(
+            module, client, loss_scaler, lr_scheduler, extra_states=extra, rank_state=own
+        )
+
+    def _own_state(self, rank: int) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
+        """Return the module buffers and the state that are a rank's own."""
+        if not {BUFFERS, OWN_STATE}.intersection(self.manifest.rank_state):
+            return {}, {}
+        file = self.files.get(optimizer_file(rank, self.manifest.precision))
+        stored = file.load_tree(file.tree[OURS]["own"])
+        state: dict[str, Any] = stored["state"]
+        if "objects" in stored:
+            where = f"rank {rank}'s own objects in {self.files.folder}"
+            objects = load_objects(stored["objects"], where, allow_pickle=self._allow_pickle)
+            state = join_objects(state, objects)
+        return stored["buffers"], state
 
     def optimizer_state(self) -> Mapping[Any, Any]:
         file = self._model_file()
@@ -342,20 +355,21 @@ class RankWriter:
     source_of: SourceOf = as_it_is
     """Called for each piece before any is written: masters first, then states, buffer by buffer."""
 
-    def write(self, state: RankState, client: ClientPart) -> list[FileEntry]:
+    def write(self, state: RankState, client: SplitState, own: SplitState) -> list[FileEntry]:
         """Write the rank's files, synced to disk; return their entries for the manifest.
 
-        On ranks other than 0, ``state.module_buffers`` has only buffers that differ from rank 0's.
-        Raises SaveError if a file cannot be written.
+        On ranks other than 0, ``state.module_buffers`` has only buffers that differ from rank 0's,
+        and ``client`` has no objects. ``own`` is the state that only this rank restores. Raises
+        SaveError if a file cannot be written.
         """
-        files = [self.optimizer_shard(state, client)]
+        files = [self.optimizer_shard(state, own)]
         if writes_weights(self.manifest, self.rank):
             files.append(self.model_states(state, client))
         if client.objects:
             files.append(self.client_objects(client))
         return files
 
-    def optimizer_shard(self, state: RankState, client: ClientPart) -> FileEntry:
+    def optimizer_shard(self, state: RankState, own: SplitState) -> FileEntry:
         manifest, builder = self.manifest, TorchFileWriter()
         zero_3 = manifest.stage == STAGE_WEIGHTS
         inner: dict[str, Any] = {
@@ -397,14 +411,15 @@ class RankWriter:
             ]
             if (step := _optimizer_step(manifest)) is not None:
                 inner[GROUP_STEP] = step
-        own: dict[str, Any] = {"client_state": [list(item) for item in client.own]}
-        if client.own_objects:
-            own["objects"] = store_objects(client.own_objects)
-        if self.rank != 0:
-            own["buffers"] = _copies(state.module_buffers)
+        stored: dict[str, Any] = {
+            "buffers": _copies(state.module_buffers) if self.rank else {},
+            "state": own.plain,
+        }
+        if own.objects:
+            stored["objects"] = store_objects(own.objects)
         # The run of each parameter in each flat buffer.
         fragments = [{f.name: [f.start, f.stop] for f in flat.fragments} for flat in state.flats]
-        ours = {**self._stamp(), "fragments": fragments, "own": own}
+        ours = {**self._stamp(), "fragments": fragments, "own": stored}
         if any(flat.weights for flat in state.flats):
             ours[MODULE_WEIGHTS] = [
                 self._pieces(builder, index, flat, flat.weights, flat.weights[0].dtype)
@@ -415,7 +430,7 @@ class RankWriter:
         tree = {OPTIMIZER: inner, "ds_version": manifest.writer.deepspeed, OURS: ours}
         return self._save(optimizer_file(self.rank, manifest.precision), tree, builder)
 
-    def model_states(self, state: RankState, client: ClientPart) -> FileEntry:
+    def model_states(self, state: RankState, client: SplitState) -> FileEntry:
         """Write buffers, frozen weights, shapes, counters and the trainer's state."""
         manifest, builder = self.manifest, TorchFileWriter()
         buffers = _copies(state.module_buffers) if self.rank == 0 else {}
@@ -507,7 +522,7 @@ class RankWriter:
         placed = builder.add(piecewise(pieces, piece.dtype))
         return placed if zero_3 else placed.view(parameter.shape)
 
-    def client_objects(self, client: ClientPart) -> FileEntry:
+    def client_objects(self, client: SplitState) -> FileEntry:
         tree = {**store_objects(client.objects), OURS: self._stamp()}
         return self._save(CLIENT_OBJECTS, tree, TorchFileWriter())
 

@@ -86,6 +86,8 @@ class SharedState:
     lr_scheduler: Mapping[str, Any] | None
     extra_states: Mapping[str, Any] = field(default_factory=dict)
     """The results of modules' ``get_extra_state``, by their keys in ``state_dict``."""
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+    """The declared state of this rank; empty on another number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)

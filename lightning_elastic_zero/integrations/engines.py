@@ -191,7 +191,7 @@ class EngineCheckpoints:
         engine = self._engine
         folder = check_local_path(save_dir)
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        state = dict(check_client_state(client_state))
+        state = dict(check_client_state("client_state", client_state))
         this_save = _Save(
             self._loop.save_in_progress(),
             folder / tag,

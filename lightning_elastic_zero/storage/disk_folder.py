@@ -166,17 +166,16 @@ class DiskFolder(Folder):
 
     # -- files for other ranks ---------------------------------------------------------------
 
-    def leave(self, name: str, data: bytes = b"") -> None:
+    def leave(self, name: str) -> None:
         path = self.path / name
-        with as_save_error(path), path.open("xb") as file:
-            file.write(data)
+        with as_save_error(path):
+            path.touch(exist_ok=False)
 
-    def read_left(self, name: str) -> bytes | None:
+    def sees(self, name: str) -> bool:
         # Opening a directory makes a network file system ask its server. A lookup of the name may
         # be answered from a cache for up to a minute.
         with os.scandir(self.path.parent), os.scandir(self.path) as entries:
-            is_there = any(entry.name == name for entry in entries)
-        return read_file(self.path / name) if is_there else None
+            return any(entry.name == name for entry in entries)
 
     def _remove_left(self, names: Iterable[str]) -> None:
         for name in names:

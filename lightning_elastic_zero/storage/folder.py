@@ -16,7 +16,7 @@ import errno
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -267,30 +267,24 @@ class Folder(ABC):
     # -- files for other ranks ---------------------------------------------------------------
 
     @abstractmethod
-    def leave(self, name: str, data: bytes = b"") -> None:
-        """Write a new file for the other ranks, until ``remove``; raise SaveError if it fails."""
+    def leave(self, name: str) -> None:
+        """Make an empty file that the other ranks wait for; raise SaveError if it fails."""
 
     @abstractmethod
-    def read_left(self, name: str) -> bytes | None:
-        """Read a file that another rank has left; None if it is not visible yet."""
+    def sees(self, name: str) -> bool:
+        """Whether a file that another rank has left is visible; or raise FileNotFoundError."""
 
-    def await_left(
-        self,
-        name: str,
-        is_whole: Callable[[bytes], bool] = lambda _: True,
-        wait_s: float = 10.0,
-        writer: int = 0,
-    ) -> bytes:
-        """Wait for a file that another rank has left, and read it.
+    def await_left(self, name: str, wait_s: float = 10.0, writer: int = 0) -> None:
+        """Wait for a file that another rank has left.
 
-        Network file systems show the files of other hosts with a delay. ``is_whole`` checks that
-        the data are complete; ``writer`` is the rank that wrote them, for the message.
+        Network file systems show the files of other hosts with a delay. ``writer`` is the rank that
+        made it, for the message.
         """
         stop_s, why = time.monotonic() + wait_s, ""
         while True:
             try:
-                if (data := self.read_left(name)) is not None and is_whole(data):
-                    return data
+                if self.sees(name):
+                    return
             except FileNotFoundError:
                 pass
             except OSError as error:

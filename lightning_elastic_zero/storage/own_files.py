@@ -36,8 +36,8 @@ TAG = "checkpoint"
 LATEST = "latest"
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 
-TOKEN_PREFIX, TABLE_PREFIX = ".seen-", ".compared-"
-"""Prefixes of the names of files for other ranks."""
+SEEN_PREFIX = ".seen-"
+"""Prefix of the names of files that other ranks wait for."""
 
 LINK_FORMAT = "lightning_elastic_zero.link"
 """``format`` of a ``manifest.json`` that is a link, in an object store or a copy of its folder."""
@@ -50,7 +50,7 @@ SAVE_ID = re.compile("[0-9a-f]{32}")
 
 WRITTEN = re.compile(
     rf"{MANIFEST_NAME}|{LATEST}|{RECOVERY_SCRIPT}|"
-    rf"{re.escape(TOKEN_PREFIX)}[0-9A-Za-z-]+|{re.escape(TABLE_PREFIX)}[a-z]+|{TAG}/(?:"
+    rf"{re.escape(SEEN_PREFIX)}[0-9A-Za-z-]+|{TAG}/(?:"
     r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_00_optim_states\.pt|"
     r"(?:zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt|"
     rf"client_objects\.pt)(?:{re.escape(SUMS_SUFFIX)})?"

@@ -188,14 +188,15 @@ class StoreFolder(Folder):
 
     # -- files for other ranks ---------------------------------------------------------------
 
-    def leave(self, name: str, data: bytes = b"") -> None:
+    def leave(self, name: str) -> None:
         path = self.path / name
         with as_save_error(path):
-            path.store.put(path.key, data)
+            path.store.put(path.key, b"")
 
-    def read_left(self, name: str) -> bytes | None:
+    def sees(self, name: str) -> bool:
         path = self.path / name
-        return path.store.get(path.key)[0]
+        path.store.get(path.key)
+        return True
 
     def _remove_left(self, names: Iterable[str]) -> None:
         self.path.store.delete([(self.path / name).key for name in names])

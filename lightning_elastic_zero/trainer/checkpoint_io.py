@@ -18,7 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Timer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -135,6 +135,34 @@ def _removed_names(given: Mapping[str, Any], back: object) -> frozenset[str]:
             "tensors into another entry of the checkpoint."
         )
     return frozenset(missing).difference(alike)
+
+
+def declared_rank_state(client_state: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the entries of a run's state that each rank restores as it saved them.
+
+    This library's own state (random states, metrics, generators of loaders), loops with the states
+    of loaders, times measured by ``Timer``, and averages of buffers. Rank 0's are in the client
+    state, which other numbers of ranks restore: here, its values are None.
+    """
+    own = {key: client_state[key] for key in (STATE_KEY, "loops") if key in client_state}
+    timers = {each.state_key for each in callbacks_of(trainer) if isinstance(each, Timer)}
+    if of_timers := timers & client_state.get("callbacks", {}).keys():
+        own["callbacks"] = {key: client_state["callbacks"][key] for key in of_timers}
+    weights = client_state.get(WEIGHTS, {})
+    buffers = dict(trainer.lightning_module.named_buffers()).keys() & weights.keys()
+    own[WEIGHTS] = {name: weights[name] for name in buffers}
+    return {k: dict.fromkeys(v) for k, v in own.items()} if trainer.is_global_zero else own
+
+
+def with_rank_state(
+    client_state: Mapping[str, Any], rank_state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a loaded state with this rank's ``declared_rank_state``."""
+    found = dict(client_state)
+    for key, entries in rank_state.items():
+        own = {name: value for name, value in entries.items() if value is not None}
+        found[key] = {**found.get(key, {}), **own}
+    return found
 
 
 AVERAGING = "averaging_state"
@@ -445,18 +473,19 @@ class RunCheckpoints:
         blocking: bool,
     ) -> None:
         manager, interrupted = self._manager, is_interrupted(trainer)
+        rank_state = declared_rank_state(client_state, trainer)
         if _ends_run(trainer, path):
             # A rank that failed alone saves alone: the others do not take part. SLURM's signal may
             # arrive during another save.
             manager.drain_local()
             with manager.exit_ranks(path, interrupted=interrupted) as ranks:
-                manager.save(engine, path, ranks, client_state, options)
+                manager.save(engine, path, ranks, client_state, options, rank_state)
             return
         saved = (engine, path, self._get_ranks(), client_state)
-        if blocking or not manager.save_async(*saved, options):
+        if blocking or not manager.save_async(*saved, options, rank_state):
             manager.wait_until_finished(self._get_ranks())
             with checkpoint_bar(trainer) as show:
-                manager.save(*saved, replace(options, show=show))
+                manager.save(*saved, replace(options, show=show), rank_state)
 
     def _with_progress(
         self, options: SaveOptions, client_state: dict[str, Any], trainer: pl.Trainer, path: str
@@ -521,7 +550,7 @@ class RunCheckpoints:
             self.last_fit.forget()
         self.last_load = loaded.stats
         self._manager.on_loaded(loaded.stats)
-        state = loaded.client_state
+        state = with_rank_state(loaded.client_state, loaded.rank_state)
         rank_zero_info(_format_loaded(loaded, trainer.world_size, fitting=fitting))
         if not fitting:
             copy = partial(LiveEngine(engine).copy_full_weights, _extra_weights(state))

@@ -70,7 +70,7 @@ def test_a_load_into_live_state_takes_each_page_once(
             assert loaded["gathered"] < 0.01 * masters
 
 
-SAVE_AGREEMENTS, LOAD_AGREEMENTS = 4, 4
+SAVE_AGREEMENTS, LOAD_AGREEMENTS = 3, 4
 RANK_0_SYNCS = 8
 """In addition to its files: the owner file, `latest`, the script, the manifest, four folders."""
 LOOKS_PER_FILE, OTHER_LOOKS = 5, 50

@@ -13,6 +13,7 @@ from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.checkpoint.snapshot import HostBuffer, Snapshotter
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.tensors import FlatState, RankState
+from lightning_elastic_zero.formats.client_state import SplitState
 
 MB = 1_000_000
 
@@ -55,7 +56,7 @@ def grow() -> int:
 def _contents(tensor: torch.Tensor) -> ShardContents:
     manifest = Manifest("", 1, 1, "fp32", "float32", (), (), (), (), ())
     state = RankState((FlatState((), tensor, {}, {}),), {}, {}, {}, {})
-    return ShardContents(Path(), manifest, state, {})
+    return ShardContents(Path(), manifest, state, SplitState())
 
 
 if __name__ == "__main__":

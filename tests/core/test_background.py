@@ -45,6 +45,7 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import FlatState, RankState, is_on_device
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.formats.client_state import SplitState
 from lightning_elastic_zero.formats.torch_read import StoredRun
 from lightning_elastic_zero.storage.disk_checkpoints import (
     StagedDirectory,
@@ -139,7 +140,7 @@ class LateRun(LiveEngine):
     def contents(self) -> ShardContents:
         """Return the contents of a shard, with small tensors on devices too."""
         state = small_on_devices(self.rank_state(), self.late, self.first)
-        return ShardContents(Path(), self.describe(), state, {})
+        return ShardContents(Path(), self.describe(), state, SplitState())
 
     def check(self) -> None:
         """Accept every run."""
@@ -302,7 +303,7 @@ def test_a_snapshot_keeps_every_field_of_the_state() -> None:
     manifest = Manifest("", 1, 1, "fp32", "float32", parameters, *tables, ("average",), ())
     wanted = repr(asdict(state))
     snapshotter = Snapshotter()
-    snapshot = snapshotter.take(ShardContents(Path(), manifest, state, {}))
+    snapshot = snapshotter.take(ShardContents(Path(), manifest, state, SplitState()))
     snapshot.wait()
     for tensor in live:
         tensor.fill_(-1)
@@ -430,7 +431,7 @@ def contents_of(*tensors: torch.Tensor) -> ShardContents:
     """Return contents with frozen weights alone."""
     state = RankState((), {str(i): t for i, t in enumerate(tensors)}, {}, {}, {})
     return ShardContents(
-        Path(), Manifest("", 1, 1, "fp32", "float32", (), (), (), (), ()), state, {}
+        Path(), Manifest("", 1, 1, "fp32", "float32", (), (), (), (), ()), state, SplitState()
     )
 
 

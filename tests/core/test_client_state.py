@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import enum
 import io
-import json
 import pickle
 import re
 import threading
@@ -23,13 +22,12 @@ from lightning_elastic_zero.core.tensors import numpy_to_python, plain, unplain
 from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.formats.client_state import (
-    REMOVED,
+    SplitState,
     check_loads_weights_only,
-    fingerprints,
+    entry_digests,
     is_plain,
     join_objects,
     pickled,
-    rank_differences,
     split_objects,
 )
 from lightning_elastic_zero.formats.torch_read import TorchFile
@@ -52,6 +50,10 @@ def through_a_file(value: Any) -> Any:
     torch.save({"value": value}, file)
     file.seek(0)
     return torch.load(file, weights_only=True)["value"]
+
+
+def digests(state: dict[str, Any]) -> dict[Any, str]:
+    return entry_digests(SplitState(state), {})
 
 
 def file_bytes(value: object) -> int:
@@ -262,10 +264,8 @@ class TestFingerprints:
     def test_fingerprints_are_equal_if_and_only_if_trees_are(
         self, one: dict[str, Any], other: dict[str, Any]
     ) -> None:
-        assert (fingerprints(one) == fingerprints(other)) == (
-            bitwise_repr(one) == bitwise_repr(other)
-        )
-        assert fingerprints(one) == fingerprints(copy.deepcopy(one))
+        assert (digests(one) == digests(other)) == (bitwise_repr(one) == bitwise_repr(other))
+        assert digests(one) == digests(copy.deepcopy(one))
 
     @pytest.mark.parametrize(
         ("one", "other"),
@@ -292,94 +292,79 @@ class TestFingerprints:
         ],
         ids=name_of_case,
     )
-    def test_similar_values_have_different_fingerprints(
+    def test_similar_values_have_different_digests(
         self, one: dict[str, Any], other: dict[str, Any]
     ) -> None:
-        assert fingerprints(one) != fingerprints(other)
+        assert digests(one) != digests(other)
 
     def test_nans_are_compared_by_their_bits(self) -> None:
         bits = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32)
         one, other = bits.view(torch.float32)
-        assert fingerprints({"a": one}) == fingerprints({"a": one.clone()})
-        assert fingerprints({"a": one}) != fingerprints({"a": other})
+        assert digests({"a": one}) == digests({"a": one.clone()})
+        assert digests({"a": one}) != digests({"a": other})
 
-    def test_sharing_order_and_strides_do_not_change_fingerprints(self) -> None:
+    def test_sharing_order_and_strides_do_not_change_digests(self) -> None:
         shared = "some text"
         apart = shared.encode().decode()
         assert apart is not shared
-        assert fingerprints({"a": (shared, shared)}) == fingerprints({"a": (shared, apart)})
+        assert digests({"a": (shared, shared)}) == digests({"a": (shared, apart)})
         # Set members with colliding hashes keep their insertion order.
         one, other = {0, 8}, {8}
         other.add(0)
         assert list(one) != list(other)
-        assert fingerprints({"a": one}) == fingerprints({"a": other})
-        assert fingerprints({"a": {"b": 1, "c": 2}}) == fingerprints({"a": {"c": 2, "b": 1}})
+        assert digests({"a": one}) == digests({"a": other})
+        assert digests({"a": {"b": 1, "c": 2}}) == digests({"a": {"c": 2, "b": 1}})
         base = torch.arange(6.0).view(2, 3)
-        assert fingerprints({"a": base.t()}) == fingerprints({"a": base.t().contiguous()})
+        assert digests({"a": base.t()}) == digests({"a": base.t().contiguous()})
         # torch treats a single element as contiguous, whatever its strides.
         for view in (base[1:2, 1], torch.ones(()).expand(1)):
             same = torch.tensor(view.tolist())
-            assert fingerprints({"a": view}) == fingerprints({"a": same})
-            assert fingerprints({"a": view}) != fingerprints({"a": same + 1})
+            assert digests({"a": view}) == digests({"a": same})
+            assert digests({"a": view}) != digests({"a": same + 1})
 
-    def test_every_kind_of_tensor_has_a_fingerprint(self) -> None:
+    def test_every_kind_of_tensor_has_a_digest(self) -> None:
         numbers = torch.tensor([1 + 2j, 3 - 4j])
         dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
         for one, other in [(numbers, numbers.conj()), (numbers.conj().imag, numbers.imag)]:
-            assert fingerprints({"a": one}) == fingerprints({"a": one.clone()})
-            assert fingerprints({"a": one}) != fingerprints({"a": other})
+            assert digests({"a": one}) == digests({"a": one.clone()})
+            assert digests({"a": one}) != digests({"a": other})
         twice = (dense * 2).to_sparse()
-        assert fingerprints({"a": dense.to_sparse()}) != fingerprints({"a": twice})
+        assert digests({"a": dense.to_sparse()}) != digests({"a": twice})
 
     def test_a_flat_mapping_keeps_its_names(self) -> None:
-        assert fingerprints({"bn.mean": torch.zeros(1)}).keys() == {"bn.mean"}
+        assert digests({"bn.mean": torch.zeros(1)}).keys() == {("bn.mean",)}
 
 
-class TestRankDifferences:
-    @given(trees(plain_leaves | objects), trees(plain_leaves | objects))
-    def test_a_ranks_changes_applied_to_rank_0s_tree_give_its_own(
-        self, first: dict[str, Any], mine: dict[str, Any]
-    ) -> None:
-        of_first, own = split_objects(first), split_objects(mine)
-        prints = json.loads(json.dumps(fingerprints(of_first.plain, of_first.objects)))
-        own_prints = fingerprints(own.plain, own.objects)
-        changes, kept_objects = rank_differences(own.plain, own.objects, own_prints, prints)
-        kept = through_a_file([list(change) for change in changes])
-        loaded = join_objects(copy.deepcopy(of_first.plain), of_first.objects)
-        loaded = join_objects(loaded, tuple((tuple(path), value) for path, value in kept))
-        assert bitwise_repr(join_objects(loaded, kept_objects)) == bitwise_repr(mine)
-
-    @given(trees(plain_leaves))
-    def test_equal_ranks_keep_nothing(self, tree: dict[str, Any]) -> None:
+class TestEntryDigests:
+    @given(trees(plain_leaves | objects))
+    def test_equal_states_have_equal_digests(self, tree: dict[str, Any]) -> None:
         one, other = split_objects(tree), split_objects(copy.deepcopy(tree))
-        prints = [fingerprints(each.plain, each.objects) for each in (other, one)]
-        assert rank_differences(other.plain, other.objects, *prints) == ((), ())
+        assert entry_digests(one, {}) == entry_digests(other, {})
 
     @pytest.mark.parametrize(
         ("first", "mine", "expected"),
         [
-            ({"a": {"b": 1, "c": 2}, "d": 2}, {"a": {"b": 3, "c": 2}, "d": 2}, (("a", "b"), 3)),
-            ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}}, (("a", "c", REMOVED), None)),
-            ({"a": {"b": {"c": 1, "e": 2}}}, {"a": {"b": {"c": 1}}}, (("a", "b"), {"c": 1})),
-            ({"a": {"b": 1}}, {"a": {}}, (("a",), {})),
-            ({"a": 1, "b": {"c": 2}}, {"a": 1}, (("b", REMOVED), None)),
-            ({0: 1, "a": 2}, {"a": 2}, ((0, REMOVED), None)),
-            ({"a": [1, 2]}, {"a": [1]}, (("a",), [1])),
-            ({"a.b": 1, "a": {"b": 2}}, {"a.b": 3, "a": {"b": 2}}, (("a.b",), 3)),
+            ({"a": {"b": 1, "c": 2}, "d": 2}, {"a": {"b": 3, "c": 2}, "d": 2}, {("a", "b")}),
+            ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}}, {("a", "c")}),
+            ({"a": {"b": {"c": 1, "e": 2}}}, {"a": {"b": {"c": 1}}}, {("a", "b")}),
+            ({"a": 1, "b": {"c": 2}}, {"a": 1}, {("b", "c")}),
+            ({0: 1, "a": 2}, {"a": 2}, {(0,)}),
+            ({"a": [1, 2]}, {"a": [1]}, {("a",)}),
+            ({"a.b": 1, "a": {"b": 2}}, {"a.b": 3, "a": {"b": 2}}, {("a.b",)}),
+            ({"a": {i: i for i in range(99)}}, {"a": {0: 0}}, {("a",), ("a", 0)}),
+            ({"a": {"b": Path("x")}}, {"a": {"b": Path("y")}}, {("a", "b")}),
         ],
     )
-    def test_a_rank_keeps_only_what_differs(
-        self, first: dict[str, Any], mine: dict[str, Any], expected: object
+    def test_entries_that_differ_have_other_digests(
+        self, first: dict[str, Any], mine: dict[str, Any], expected: set[Any]
     ) -> None:
-        prints = fingerprints(mine), fingerprints(first)
-        assert rank_differences(mine, (), *prints) == ((expected,), ())
+        one, other = (entry_digests(split_objects(each), {}) for each in (first, mine))
+        differing = {p for p in one.keys() | other.keys() if one.get(p) != other.get(p)}
+        assert differing == expected
 
-    def test_an_object_of_rank_0_only_is_removed(self) -> None:
-        first = split_objects({"callbacks": {"one": Fraction(1, 2), "two": Fraction(1, 3)}})
-        mine = split_objects({"callbacks": {"one": None, "two": Fraction(1, 3)}})
-        prints = [fingerprints(each.plain, each.objects) for each in (mine, first)]
-        expected = ((("callbacks", "one"), None),)
-        assert rank_differences(mine.plain, mine.objects, *prints) == (expected, ())
+    def test_declared_entries_have_none(self) -> None:
+        state = split_objects({"a": {"b": 1, "c": 2}, "d": Path("x"), "e": 3})
+        assert entry_digests(state, {"a": {"b": 5}, "d": None}).keys() == {("a", "c"), ("e",)}
 
 
 class TestPickled:

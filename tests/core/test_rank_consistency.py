@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.checkpoint.consistency import (
-    RankZeroTables,
+    Differences,
     check_consistent,
-    table_digests,
-    write_tables,
+    differing_items,
+    warn_of_differences,
 )
 from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.checkpoint.types import SaveOptions, manifest_to_save
@@ -25,7 +26,7 @@ from lightning_elastic_zero.core.manifest import Group, Manifest, StateKey
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar, canonical_repr
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.formats.client_state import SplitState, split_objects
 
 
 class OnDevice(torch.Tensor):
@@ -49,19 +50,27 @@ def contents(scalars: dict[str, Scalar], **hyperparameters: Any) -> ShardContent
     group = Group((), hyperparameters, keys)
     manifest = Manifest("", 1, 2, "fp32", "float32", (), (group,), buffers, (), ())
     flat = FlatState((), torch.zeros(3), {}, scalars)
-    return ShardContents(Path(), manifest, RankState((flat,), {}, {}, {}, {}), {})
+    return ShardContents(Path(), manifest, RankState((flat,), {}, {}, {}, {}), SplitState())
 
 
-def compare(first: ShardContents, other: ShardContents, path: Path) -> bool:
-    write_tables(folder_at(path), first.tables())
-    tables = RankZeroTables(table_digests(first.tables()), other.tables(), folder_at(path))
-    return check_consistent(tables, other.manifest)
+def compare(first: ShardContents, other: ShardContents) -> bool:
+    """Compare rank 1 with rank 0; return whether states that may differ do so."""
+    own = first.compared()
+    of_ranks = [reported(rank, first) for rank in (first, other)]
+    return check_consistent(own, first.manifest, of_ranks)
+
+
+def reported(rank: ShardContents, first: ShardContents) -> Differences:
+    """Return a rank's report, as the ranks exchange it."""
+    digests = json.loads(json.dumps(first.compared().digests()))
+    found = Differences.between(rank.compared(), digests)
+    return Differences(**json.loads(json.dumps(asdict(found))))
 
 
 @pytest.mark.parametrize("value", [3.0, math.nan, 0.1])
-def test_equal_scalars_on_two_devices_do_not_differ(value: float, tmp_path: Path) -> None:
+def test_equal_scalars_on_two_devices_do_not_differ(value: float) -> None:
     first, other = (contents({"step": on(f"cuda:{rank}", value)}) for rank in range(2))
-    compare(first, other, tmp_path)
+    compare(first, other)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,7 @@ def test_scalars_that_differ_are_named(
     mine: Scalar, theirs: Scalar, named: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedError) as raised:
-        compare(contents({"step": theirs}), contents({"step": mine}), tmp_path)
+        compare(contents({"step": theirs}), contents({"step": mine}))
     assert all(name in str(raised.value) for name in named), raised.value
 
 
@@ -94,7 +103,7 @@ def test_measurements_of_a_ranks_part_may_differ(
             replace(each, manifest=manifest_to_save(each.manifest, SaveOptions(weights_only=True)))
             for each in (first, other)
         )
-    assert compare(first, other, tmp_path) is differs
+    assert compare(first, other) is differs
 
 
 @pytest.mark.parametrize(
@@ -114,11 +123,67 @@ def test_ranks_of_different_runs_are_refused(
     first = contents({}, lr=0.1)
     other = replace(first, manifest=change(first.manifest))
     with pytest.raises(UnsupportedError, match="the ranks differ in their"):
-        compare(first, other, tmp_path)
+        compare(first, other)
 
 
-def test_different_learning_rates_do_not_fail_a_save(tmp_path: Path) -> None:
-    compare(contents({}, lr=0.1), contents({}, lr=0.01), tmp_path)
+def test_different_learning_rates_do_not_fail_a_save() -> None:
+    compare(contents({}, lr=0.1), contents({}, lr=0.01))
+
+
+def with_client(state: dict[str, Any], **own: Any) -> ShardContents:
+    return replace(contents({}), client=split_objects(state), own=split_objects(own))
+
+
+@pytest.mark.parametrize("count", [1, 40, 1000])
+def test_an_entry_that_differs_is_named_once(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Among few and many others, and also if one rank lacks it."""
+    state = {f"entry {index}": index for index in range(count)}
+    first = with_client({**state, "callbacks": {"A": 1, "B": 2}})
+    warned: set[str] = set()
+    for inner, named in (({"A": 1, "B": 3}, "callbacks.B"), ({"B": 2}, "callbacks.A")):
+        other = with_client({**state, "callbacks": inner})
+        for logged in (1, 0):
+            caplog.clear()
+            reports = [reported(rank, first) for rank in (first, other)]
+            warn_of_differences(first.compared(), first.manifest, reports, warned)
+            assert caplog.text.count(f"differs between ranks: {named} on rank 1.") == logged
+            assert len(caplog.messages) == logged
+
+
+def test_a_difference_among_thousands_of_entries_is_not_silent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = {f"entry {index}": index for index in range(5000)}
+    first, other = with_client(state), with_client({**state, "entry 4999": -1})
+    warn_of_differences(first.compared(), first.manifest, [reported(other, first)], set())
+    assert "differs between ranks: one of 5000 entries on rank 0." in caplog.text
+
+
+def test_declared_state_may_differ(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = [
+        with_client({"seen": rank, "loops": {"a": 1, "b": rank}}, seen=rank, loops={"b": rank})
+        for rank in range(2)
+    ]
+    reports = [reported(rank, ranks[0]) for rank in ranks]
+    assert not any(report.entries for report in reports)
+    warn_of_differences(ranks[0].compared(), ranks[0].manifest, reports, set())
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("count", [3, 3000])
+def test_every_buffer_that_differs_is_found(count: int) -> None:
+    first = contents({})
+    buffers = {f"layer.{index}.mean": torch.tensor(float(index)) for index in range(count)}
+    changed = {**buffers, "layer.1.mean": torch.tensor(-1.0)}
+    first, other = (
+        replace(first, state=replace(first.state, module_buffers=each))
+        for each in (buffers, changed)
+    )
+    digests = first.compared().digests()
+    assert differing_items(first.compared(), digests, "buffers") == []
+    found = differing_items(other.compared(), digests, "buffers")
+    assert "layer.1.mean" in found
+    assert len(found) <= max(1, count // 16)
 
 
 numbers = st.one_of(st.floats(), st.integers(-(2**63), 2**63 - 1), st.booleans(), st.none())

@@ -41,7 +41,7 @@ from lightning_elastic_zero.storage.file_write import (
 )
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import StorePath
-from lightning_elastic_zero.storage.own_files import TABLE_PREFIX, TOKEN_PREFIX
+from lightning_elastic_zero.storage.own_files import SEEN_PREFIX
 from lightning_elastic_zero.storage.paths import (
     check_local_path,
     parse_path,
@@ -50,7 +50,7 @@ from lightning_elastic_zero.storage.paths import (
 from tests.support.processes import PROMPT_TIMEOUT_S
 
 SAVE_ID = "5a7e"
-TOKEN = f"{TOKEN_PREFIX}{SAVE_ID}"
+TOKEN = f"{SEEN_PREFIX}{SAVE_ID}"
 TAIL_BYTES = 777
 
 
@@ -514,44 +514,30 @@ class TestSharedDirectory:
     def test_a_token_that_appears_late_is_found(self, tmp_path: Path) -> None:
         timer = threading.Timer(0.3, write_durably, (tmp_path / TOKEN, b""))
         timer.start()
-        assert folder_at(tmp_path).await_left(TOKEN) == b""
+        folder_at(tmp_path).await_left(TOKEN)
         folder_at(tmp_path).remove_left(TOKEN)
         folder_at(tmp_path).remove_left(TOKEN)
         timer.join()
         assert not list(tmp_path.iterdir())
 
-    @pytest.mark.parametrize("name", [TOKEN, f"{TABLE_PREFIX}model"])
     def test_a_cached_lookup_is_refreshed(
-        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A network filesystem answers from its cache until a directory is opened."""
+        """A network filesystem lists new names when the parent directory is opened."""
         opened: set[object] = set()
-        scandir, read_bytes = os.scandir, Path.read_bytes
+        scandir = os.scandir
 
         def opening(path: Path) -> object:
             opened.add(path)
-            return scandir(path)
+            return scandir(path if path.parent in opened else tmp_path.parent)
 
-        def reading(path: Path) -> bytes:
-            if path.parent not in opened:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-            return read_bytes(path)
-
-        write_durably(tmp_path / name, b"what rank 0 has")
+        write_durably(tmp_path / TOKEN, b"")
         monkeypatch.setattr(os, "scandir", opening)
-        monkeypatch.setattr(Path, "read_bytes", reading)
-        assert folder_at(tmp_path).await_left(name, wait_s=0.2) == b"what rank 0 has"
-
-    def test_an_incomplete_table_is_read_again(self, tmp_path: Path) -> None:
-        found = iter([False, False, True])
-        write_durably(tmp_path / "a", b"it")
-        assert folder_at(tmp_path).await_left("a", lambda _: next(found)) == b"it"
-        with pytest.raises(SaveError, match="does not see the file a that rank 0 wrote"):
-            folder_at(tmp_path).await_left("a", lambda _: False, wait_s=0.2)
+        folder_at(tmp_path).await_left(TOKEN, wait_s=0.2)
 
     @pytest.mark.parametrize("folder", [".", "missing"])
     def test_a_directory_that_is_not_shared_is_reported(self, tmp_path: Path, folder: str) -> None:
-        write_durably(tmp_path / f"{TOKEN_PREFIX}another", b"")
+        write_durably(tmp_path / f"{SEEN_PREFIX}another", b"")
         start_s = time.monotonic()
         with pytest.raises(SaveError, match=r"does not see the file .* all machines share"):
             folder_at(tmp_path / folder).await_left(TOKEN, wait_s=0.2)

@@ -329,14 +329,14 @@ class TestRaces:
         assert f"{staged.path} was not removed: it contains files" in caplog.text
         assert "this library did not write: mine" in caplog.text
 
-    def test_shared_files_are_written_and_removed_by_name(self, tmp_path: Path) -> None:
-        (tmp_path / ".compared-other").write_bytes(b"other")
-        folder_at(tmp_path).leave(".compared-mine", b"mine")
+    def test_files_for_other_ranks_are_made_and_removed_by_name(self, tmp_path: Path) -> None:
+        (tmp_path / ".seen-other").write_bytes(b"other")
+        folder_at(tmp_path).leave(".seen-mine")
         with pytest.raises(SaveError):
-            folder_at(tmp_path).leave(".compared-other", b"mine")
-        assert contents(tmp_path) == {".compared-other": "other", ".compared-mine": "mine"}
-        folder_at(tmp_path).remove_left(".compared-mine", ".compared-absent")
-        assert contents(tmp_path) == {".compared-other": "other"}
+            folder_at(tmp_path).leave(".seen-other")
+        assert contents(tmp_path) == {".seen-other": "other", ".seen-mine": ""}
+        folder_at(tmp_path).remove_left(".seen-mine", ".seen-absent")
+        assert contents(tmp_path) == {".seen-other": "other"}
 
 
 class TestDeleting:

@@ -35,6 +35,7 @@ from lightning_elastic_zero.coordination.ranks import OneRank, Ranks, connect_ra
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import RanksError
+from lightning_elastic_zero.formats.client_state import SplitState
 from lightning_elastic_zero.storage import disk_checkpoints as copying
 from lightning_elastic_zero.storage.disk_folder import DiskFolder
 from lightning_elastic_zero.storage.folders import folder_at
@@ -102,7 +103,7 @@ def contents(job: Job, path: Path, count: int, *, odd: str = "") -> ShardContent
         client=client,
     )
     manifest = manifest_of(state, 1, job.world_size)
-    return ShardContents(path, manifest, rank_state(state, manifest, job.rank), client)
+    return ShardContents(path, manifest, rank_state(state, manifest, job.rank), SplitState(client))
 
 
 def saves(job: Job) -> None:
@@ -314,8 +315,9 @@ def test_a_save_ends_if_a_deletion_after_it_raises(
     assert f"{new} was saved in the background, but: no deletion" in str(save.failure)
 
 
-NUMBERS_BYTES = 200
-"""Allowed difference of sent bytes, since sizes and seconds have more or fewer digits."""
+NUMBERS_BYTES = 2500
+"""Allowed difference of sent bytes: digests of empty buckets compress well, a rank reports a
+bounded number of entries, and sizes and seconds have more or fewer digits."""
 
 
 @pytest.fixture(scope="module")
@@ -330,8 +332,7 @@ def saved(fork_server: ForkServer) -> list[RankResult]:
 def test_bytes_do_not_grow_with_the_model(odd: str, saved: list[RankResult]) -> None:
     """Thirty times the parameters, buffers and entries need the same bytes on each rank.
 
-    Even if a rank has its own values, such as random states: the tables that it compares are on the
-    disk, and none of them is left in the checkpoint.
+    Even if a rank has its own values: it sends a bounded number of digests.
     """
     for rank, result in enumerate(saved):
         (few, message, names), (many, message_of_many, _) = (
@@ -349,7 +350,7 @@ def test_the_difference_is_named_on_all_ranks(count: int, saved: list[RankResult
     for result in saved:
         _, message, names = result.notes[f"parameters {count}"]
         assert "the ranks differ in their parameters" in message
-        assert f"rank {WORLD - 1} of {WORLD}" in message
+        assert f"on rank {WORLD - 1}, " in message
         assert "model.odd.weight" in message
         assert f"model.layers.{count // 2}.weight" in message
         assert not names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fractions
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from tests.support.checkpoints import Saved, assert_refused
 from tests.support.engines import Engine, Setup, engine_of, inner_of, train
 from tests.support.oracle import differences, dump
+from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 
 STEPS = 3
@@ -334,23 +336,38 @@ def test_optimizer_state_outside_parameters_is_restored_or_removed(
             assert "state that belongs to no parameter (keys 'global')" in stock
 
 
-def own_entry_after_a_load(path: str) -> object:
-    """Save an entry that differs between ranks and has objects that do not; return it, loaded."""
-    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+def saved_states(path: str) -> list[str]:
+    """Save an entry that differs between ranks, and states of ranks; return the warnings."""
+    from lightning_elastic_zero.api import save_checkpoint
 
-    setup = Setup(2, "2")
-    with engine_of(setup, 0) as engine:
-        entry = {"own": [engine.global_rank, Path("a")], "path": Path("b")}
-        save_checkpoint(engine, path, {"mine": entry, "path": Path("c"), "same": 1})
-        return load_checkpoint(engine, path).client_state
+    with engine_of(Setup(2, "2"), 0) as engine:
+        rank = engine.global_rank
+        client = {"mine": {"own": [rank, Path("a")], "path": Path("b")}, "path": Path("c")}
+        with captured_log("lightning_elastic_zero", logging.WARNING) as messages:
+            save_checkpoint(engine, path, client, {"seen": rank, "at": [Path(f"{rank}")]})
+    return messages
 
 
-def test_each_rank_gets_its_own_entries_with_their_objects(pools: Pools, tmp_path: Path) -> None:
-    for rank, found in enumerate(
-        pools.run(2, partial(own_entry_after_a_load, str(tmp_path / "a.ckpt")))
-    ):
-        entry = {"own": [rank, Path("a")], "path": Path("b")}
-        assert found == {"mine": entry, "path": Path("c"), "same": 1}
+def loaded_states(setup: Setup, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with engine_of(setup, 1) as engine:
+        loaded = load_checkpoint(engine, path)
+    return loaded.client_state, loaded.rank_state
+
+
+def test_rank_0s_client_state_serves_all_and_each_rank_gets_its_rank_state(
+    pools: Pools, tmp_path: Path
+) -> None:
+    """On the same number of ranks; one warning names the entry that only rank 0 has as it was."""
+    path = str(tmp_path / "a.ckpt")
+    (warning,), others = pools.run(2, partial(saved_states, path))
+    assert "The trainer's state differs between ranks: mine.own on rank 1. Rank 0's is" in warning
+    assert not others
+    client = {"mine": {"own": [0, Path("a")], "path": Path("b")}, "path": Path("c")}
+    same = pools.run(2, partial(loaded_states, Setup(2, "3"), path))
+    assert same == [(client, {"seen": rank, "at": [Path(f"{rank}")]}) for rank in range(2)]
+    assert pools.run(1, partial(loaded_states, Setup(1, "2"), path)) == [(client, {})]
 
 
 def test_state_that_no_load_could_read_is_refused_at_save(pools: Pools, tmp_path: Path) -> None:

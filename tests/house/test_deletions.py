@@ -58,10 +58,10 @@ PLACES: dict[tuple[str, str, str], str] = {
         "ctypes.CDLL(None, use_errno=True).renameat2",
     ): TAKEN,
     ("storage/disk_folder.py", "_remove_left", "(self.path / name).unlink"): (
-        RACES + "test_shared_files_are_written_and_removed_by_name"
+        RACES + "test_files_for_other_ranks_are_made_and_removed_by_name"
     ),
-    ("storage/disk_folder.py", "leave", "path.open to write"): (
-        RACES + "test_shared_files_are_written_and_removed_by_name"
+    ("storage/disk_folder.py", "leave", "path.touch"): (
+        RACES + "test_files_for_other_ranks_are_made_and_removed_by_name"
     ),
     ("storage/file_write.py", "__init__", "os.O_WRONLY"): NEW_FILES,
     ("storage/file_write.py", "write_durably", "path.open to write"): NEW_FILES,

@@ -100,7 +100,7 @@ def test_a_checkpoint_of_another_identity_or_with_other_files_is_not_deleted(
     publish(target, b"second")
     assert not target.delete(old)
     assert content_of(target) == b"second"
-    target.leave("notes.txt", b"mine")
+    target.leave("notes.txt")
     assert "notes.txt" in target.delete(target.identity())
     assert content_of(target) == b"second"
     with pytest.raises(SaveError, match=r"notes\.txt.*othing was written"):
@@ -166,16 +166,14 @@ def test_entries_below_folders_but_not_below_checkpoints(above: Folder) -> None:
         assert {entry.path.name for entry in above.entries_below(depth)} == names
 
 
-def test_other_ranks_read_what_a_rank_has_left(above: Folder) -> None:
+def test_other_ranks_see_the_file_that_a_rank_has_left(above: Folder) -> None:
     target, save_id = at(above, "a.ckpt"), new_id()
     target.stage(save_id)
     folder = target.staging(save_id)
-    with pytest.raises(SaveError, match="does not see the file table that rank 3 wrote there"):
-        folder.await_left("table", wait_s=0.1, writer=3)
-    folder.leave("table", b"text")
-    assert folder.await_left("table") == b"text"
-    with pytest.raises(SaveError, match="does not see the file table"):
-        folder.await_left("table", lambda data: data == b"other", wait_s=0.1)
-    folder.remove_left("table", "absent")
-    with pytest.raises(SaveError, match="does not see the file table"):
-        folder.await_left("table", wait_s=0.1)
+    with pytest.raises(SaveError, match="does not see the file seen that rank 3 wrote there"):
+        folder.await_left("seen", wait_s=0.1, writer=3)
+    folder.leave("seen")
+    folder.await_left("seen")
+    folder.remove_left("seen", "absent")
+    with pytest.raises(SaveError, match="does not see the file seen"):
+        folder.await_left("seen", wait_s=0.1)

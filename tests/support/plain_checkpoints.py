@@ -23,7 +23,7 @@ from lightning_elastic_zero.core.manifest import (
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.core.tensors import FlatState, RankState, dtype_name, state_key
-from lightning_elastic_zero.formats.client_state import ClientPart
+from lightning_elastic_zero.formats.client_state import SplitState, split_objects
 from lightning_elastic_zero.formats.elastic import RankWriter
 
 SHAPES = {
@@ -180,11 +180,11 @@ def write_elastic(
     files = []
     for rank in range(world_size):
         writer = RankWriter(folder, manifest, rank, NO_PROGRESS)
-        client = ClientPart({} if rank else state.client)
+        client = split_objects({} if rank else state.client)
         held = rank_state(state, manifest, rank)
         if rank:
             held = replace(held, module_buffers={})
-        files += writer.write(held, client)
+        files += writer.write(held, client, SplitState())
     (folder / "manifest.json").write_text(replace(manifest, files=tuple(files)).to_json())
     (folder / "latest").write_text("checkpoint")
     return folder

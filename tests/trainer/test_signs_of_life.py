@@ -27,9 +27,9 @@ def watch(root: str) -> bool:
     """Save to a file system that shows the directory late; return whether its note was touched."""
     engine, opened, touched = _failure_cases.engine(), Path(root, "open"), threading.Event()
 
-    def see_late(*args: Any) -> bytes:
+    def see_late(*args: Any) -> None:
         assert wait_for(opened.exists)
-        return await_left(*args)
+        await_left(*args)
 
     def look() -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LambdaCallback,
     ModelCheckpoint,
+    Timer,
     TQDMProgressBar,
 )
 from torch.utils.data import DataLoader
@@ -22,7 +24,7 @@ from typing_extensions import override
 
 from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
 from tests.support.fits import elastic, quiet_trainer
-from tests.support.outcome import NOTHING, error_text
+from tests.support.outcome import NOTHING, captured_log, error_text
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import RecordingNet, RunSpec
@@ -75,6 +77,44 @@ def test_the_progress_bar_resumes_at_the_runs_position(
     positions = worlds.run(world, partial(with_a_bar, str(tmp_path / "on"), path))[0]
     expected = [*range(3 * per_step + 1, batches + 1), *range(1, batches + 1)]
     assert positions == [(n, batches) for n in expected]
+
+
+class Own(Callback):
+    """A callback whose state differs between ranks."""
+
+    def __init__(self) -> None:
+        self.rank = comm.get_rank() if comm.is_initialized() else -1
+
+    @override
+    def setup(self, *_: Any, **__: Any) -> None:
+        self.rank = comm.get_rank()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rank = state_dict["rank"]
+
+
+def with_own_state(root: str, path: str | None) -> tuple[int, list[str]]:
+    """Fit with callbacks whose states differ between ranks; return what is loaded, and warnings."""
+    own, timer = Own(), Timer()
+    with captured_log("lightning_elastic_zero", logging.WARNING) as warned:
+        fit(trainer_of(root, 1 if path is None else 2, [own, timer]), path)
+    return own.rank, [text for text in warned if "differs between ranks" in text]
+
+
+def test_a_callbacks_state_is_rank_0s_with_one_warning(worlds: Pools, tmp_path: Path) -> None:
+    """Random states and the times of a Timer differ too, and are declared."""
+    (_, (warning,)), (_, others) = worlds.run(2, partial(with_own_state, str(tmp_path), None))
+    assert "The trainer's state differs between ranks: callbacks.Own on rank 1. Rank 0" in warning
+    assert not others
+    path = str(tmp_path / "step=3.ckpt")
+    resumed = worlds.run(2, partial(with_own_state, str(tmp_path / "on"), path))
+    assert [rank for rank, _ in resumed] == [0, 0]
+    assert not any(warned for _, warned in resumed)
 
 
 def averaged(root: str, path: str | None, stage: int = 2) -> dict[Any, Any]:
