@@ -123,8 +123,9 @@ def _batches_at(
     With another accumulation, a short last window of an epoch counts as a complete one.
     """
     batch, epochs = fit_loop[BATCHES], fit_loop[EPOCHS]["current"]
-    # Before an epoch has begun, these counters are those of the previous epoch.
-    has_begun = epochs["started"] == epochs["ready"] > epochs["processed"]
+    # Before an epoch has begun, these counters are those of the previous epoch. After a stop inside
+    # an epoch, they are those of this epoch, which Lightning counts as processed.
+    has_begun = epochs["started"] == epochs["ready"] > position.epoch
     in_epoch = position.steps > 0 or position.is_over or has_begun
     done = int(batch["current"]["processed"]) if in_epoch else 0
     before = int(batch["total"]["processed"]) - done

@@ -208,8 +208,10 @@ class RunRecorder:
         metrics = known_callback_metrics(trainer)
         validating = is_fitting(trainer) and trainer.validating
         validated = validating and _is_validation_over(trainer)
-        loop = trainer.fit_loop
-        ending = record.position.steps == 0 and _is_ending(loop.epoch_progress)
+        loop: Any = trainer.fit_loop
+        # A stop inside an epoch also calls the hooks at its end, but the epoch is not over.
+        is_next = record.position.epoch == loop.epoch_progress.current.processed
+        ending = is_next and _is_ending(loop.epoch_progress)
         batch_ending = _is_ending(loop.epoch_loop.batch_progress) or trainer.validating
         is_stopping = is_fitting(trainer) and trainer.should_stop
         has_stopped = any(map(_has_stopped, early_stopping_of(trainer)))

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from typing_extensions import override
 
 from tests.support.ranks import Pools
@@ -133,3 +133,23 @@ def test_saves_by_time_wait_for_the_end_of_the_window(worlds: Pools, tmp_path: P
     assert not any(WARNING in text for text in seen.messages)
     names = {path.name for path in tmp_path.glob("*.ckpt")}
     assert names == {f"step={step}.ckpt" for step in range(1, seen.global_step + 1)}
+
+
+class StopsInFirstWindow(Callback):
+    """Stops the run after the first micro-batch of epoch 1, as a Timer may."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.current_epoch == 1
+
+
+def test_a_stop_in_the_first_window_does_not_end_the_epoch(worlds: Pools, tmp_path: Path) -> None:
+    run = RunSpec(epochs=3, validate=True, schedule="plateau", root=str(tmp_path))
+    reference = record(worlds, 2, run)
+    stopped = replace(run, save=("epoch 1",), callbacks=(StopsInFirstWindow,))
+    assert record(worlds, 2, stopped).global_step == 5
+    seen = record(worlds, 2, run.resumed("epoch 1"))
+    assert seen.steps == from_step(reference.steps, 5)
+    assert seen.rates == from_step(reference.rates, 5)
+    # Batches by their index in the run.
+    assert seen.loops.keys() <= reference.loops.keys()
