@@ -64,7 +64,7 @@ class StoreFolder(Folder):
         return commit is not None and bool(commit.linked_to)
 
     def is_checkpoint(self) -> bool:
-        with suppress(OSError):
+        with suppress(PermissionError):
             commit = read_commit(self.follow_links().path)
             return commit is not None and bool(commit.save_id)
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ from lightning_elastic_zero.errors import (
     CheckpointNotFoundError,
     SaveError,
 )
+from lightning_elastic_zero.formats.newest import checkpoints_in
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.storage import store_checkpoints
 from lightning_elastic_zero.storage.disk_checkpoints import StagedDirectory
@@ -530,6 +532,22 @@ def test_only_the_intended_checkpoint_is_deleted(
     assert last.path.store.get((last.path / FILE).key)[0] == b"last"
     assert not folder_at(target).delete(identity_of(last))
     assert keys(folder) == set()
+
+
+def test_a_request_that_fails_does_not_hide_the_newest_checkpoint(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one would be loaded, or the only one deleted."""
+    publish(folder / "a.ckpt")
+    publish(folder / "b.ckpt")
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "no answer")
+
+    at_request(folder, monkeypatch, "get", "b.ckpt/manifest.json", fail)
+    with pytest.raises(OSError, match="no answer"):
+        checkpoints_in(folder)
+    assert checkpoints_in(folder) == {folder / "a.ckpt", folder / "b.ckpt"}
 
 
 def test_a_save_waits_for_a_deletion_under_way(
