@@ -268,7 +268,7 @@ class ModelCheckpointHooks:
         if loaded is None or not _is_there(path):
             return False
         checkpoint = folder_at(path).follow_links()
-        with suppress(ElasticZeroError, FileNotFoundError, ValueError):
+        with suppress(ElasticZeroError, FileNotFoundError, NotADirectoryError, ValueError):
             manifest = manifest_from_json(checkpoint.read_manifest().decode(), str(checkpoint))
             is_same = manifest.progress == loaded.progress
             return is_same and checkpoint.published_ns() >= self._loaded_ns

@@ -13,7 +13,10 @@ import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import Callback
 
+from lightning_elastic_zero.api import ElasticOptions
+from lightning_elastic_zero.core.manifest import TrainingProgress
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint
+from lightning_elastic_zero.trainer.model_checkpoint import LoadedSaves, ModelCheckpointHooks
 from tests.support.fits import FitSpec, error_of, fit, listing
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
@@ -189,3 +192,11 @@ def test_paths_without_a_checkpoint_are_refused_on_every_rank(
     for message in worlds.run(2, partial(error_of, plan, verb)):
         assert message.startswith(error), message
         assert path in message
+
+
+def test_a_file_of_another_strategy_is_not_a_save_that_a_resume_continues(tmp_path: Path) -> None:
+    """It may have the name ``last.ckpt``."""
+    hooks = ModelCheckpointHooks(ElasticOptions().manager(), lambda *_: None)
+    hooks._loaded = LoadedSaves(tmp_path / "a.ckpt", TrainingProgress(), 1, {}, "")
+    (tmp_path / "last.ckpt").touch()
+    assert not hooks._is_made(str(tmp_path / "last.ckpt"))
