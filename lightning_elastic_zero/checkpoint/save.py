@@ -48,7 +48,7 @@ from lightning_elastic_zero.formats.client_state import (
     check_loads_weights_only,
     split_objects,
 )
-from lightning_elastic_zero.formats.elastic import RankWriter
+from lightning_elastic_zero.formats.elastic_write import RankWriter
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
 from lightning_elastic_zero.storage.file_write import as_save_error, write_durably
 from lightning_elastic_zero.storage.folder import Folder, Staged

@@ -15,7 +15,7 @@ from lightning_elastic_zero.core.progress import Progress, ShowBytes, show_nothi
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.formats.client_state import Objects, find_unknown
-from lightning_elastic_zero.formats.elastic import writes_weights
+from lightning_elastic_zero.formats.elastic_plan import writes_weights
 from lightning_elastic_zero.storage.object_store import AnyPath
 
 REPORT_EVERY_S = 10.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from lightning_elastic_zero.errors import CheckpointFormatError
 
@@ -41,6 +41,19 @@ class Fragment:
         if not (0 <= self.start < self.stop and self.offset >= 0):
             msg = f"invalid fragment: [{self.start}, {self.stop}) at {self.offset} of {self.name}"
             raise ValueError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKey:
+    """Names a tensor of a rank's state that grows with the model."""
+
+    kind: Literal["master", "state", "module", "frozen"]
+    """A flat buffer's masters or one of its optimizer states, the module's part of a trained
+    parameter, or of a frozen one."""
+    place: int | str
+    """Index of the flat buffer, or name of the parameter."""
+    state: str = ""
+    """Name of the optimizer state."""
 
 
 def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:

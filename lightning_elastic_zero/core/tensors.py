@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from lightning_elastic_zero.core.layout import Fragment
+from lightning_elastic_zero.core.layout import Fragment, TensorKey
 from lightning_elastic_zero.core.manifest import Plain, StateKey, TrainingProgress
 from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
 
@@ -69,11 +69,19 @@ class RankState:
     replica_sums: tuple[int, ...] = ()
     """Stage 0, where every rank has all masters: a sum over the bits of each flat buffer."""
 
+    def tensors(self) -> dict[TensorKey, torch.Tensor]:
+        """Return the tensors of which plans consist (``formats/elastic_plan``)."""
+        found: dict[TensorKey, torch.Tensor] = {}
+        for index, flat in enumerate(self.flats):
+            found[TensorKey("master", index)] = flat.master
+            found |= {TensorKey("state", index, key): t for key, t in flat.elementwise.items()}
+            names = (TensorKey("module", f.name) for f in flat.fragments)
+            found |= zip(names, flat.weights, strict=bool(flat.weights))
+        return found | {TensorKey("frozen", name): t for name, t in self.frozen.items()}
+
     def large_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that grow with the model."""
-        for flat in self.flats:
-            yield from (flat.master, *flat.elementwise.values(), *flat.weights)
-        yield from (*self.frozen.values(), *self.module_weights.values())
+        yield from (*self.tensors().values(), *self.module_weights.values())
 
 
 @dataclass(frozen=True, slots=True)

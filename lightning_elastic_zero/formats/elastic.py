@@ -1,18 +1,10 @@
-"""Reader and writer of this library's format (docs/format.md).
-
-``ElasticReader`` reads only the byte ranges that a rank needs, and verifies them. ``RankWriter``
-writes one rank's files from memory in pieces, without copying the state. File names and entries are
-those of DeepSpeed's elastic checkpoints (``elastic_checkpoint`` in ZeRO-1/2, pull request 8031 for
-ZeRO-3), so DeepSpeed's own loaders can restore them.
-"""
+"""Reader of this library's format (docs/format.md): only the byte ranges that a rank needs."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,30 +12,24 @@ from lightning_elastic_zero.core.layout import Fragment, Transfer
 from lightning_elastic_zero.core.manifest import (
     BUFFERS,
     FORMAT,
-    FORMAT_VERSION,
     MODULE_WEIGHTS,
     OWN_STATE,
     STAGE_WEIGHTS,
     FileEntry,
     Manifest,
-    Parameter,
 )
-from lightning_elastic_zero.core.partition import FlatBuffer, piece_numel, piece_start
+from lightning_elastic_zero.core.partition import piece_start
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar
+from lightning_elastic_zero.core.tensors import Scalar
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats.client_state import (
     Objects,
-    SplitState,
     join_objects,
     load_objects,
-    store_objects,
-    to_host,
 )
 from lightning_elastic_zero.formats.deepspeed_files import (
     CLIENT_OBJECTS,
     FROZEN,
-    GROUP_STEP,
     OPTIMIZER,
     OURS,
     STATES,
@@ -62,12 +48,6 @@ from lightning_elastic_zero.formats.reader import (
     differing_sizes,
 )
 from lightning_elastic_zero.formats.torch_read import OpenFiles, StoredRun, TorchFile
-from lightning_elastic_zero.formats.torch_write import (
-    ChunkedSource,
-    Piece,
-    TorchFileWriter,
-    piecewise,
-)
 from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, sidecar_bytes
 from lightning_elastic_zero.storage.object_store import AnyPath
@@ -325,270 +305,3 @@ class ElasticReader(CheckpointReader):
                 f"{stamp['rank']}: one of them was modified. Resume from another checkpoint"
             )
             raise CheckpointCorruptedError(msg)
-
-
-SourceOf: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | ChunkedSource]"
-"""Returns the source from which a piece of a master, state or frozen weight is written."""
-
-
-def as_it_is(piece: torch.Tensor) -> torch.Tensor:
-    """Write a piece from its own memory."""
-    return piece
-
-
-def writes_weights(manifest: Manifest, rank: int) -> bool:
-    """Whether a rank writes frozen and low-precision weights; in ZeRO-3 it writes its part."""
-    return rank == 0 or manifest.stage == STAGE_WEIGHTS
-
-
-@dataclass(frozen=True, slots=True)
-class RankWriter:
-    """Writes one rank's files of one save."""
-
-    directory: AnyPath
-    """The folder of this save: the staged checkpoint."""
-    manifest: Manifest
-    """The engine's manifest, with the id of the save."""
-    rank: int
-    progress: Progress
-    """Receives the number of bytes written."""
-    source_of: SourceOf = as_it_is
-    """Called for each piece before any is written: masters first, then states, buffer by buffer."""
-
-    def write(self, state: RankState, client: SplitState, own: SplitState) -> list[FileEntry]:
-        """Write the rank's files, synced to disk; return their entries for the manifest.
-
-        On ranks other than 0, ``state.module_buffers`` has only buffers that differ from rank 0's,
-        and ``client`` has no objects. ``own`` is the state that only this rank restores. Raises
-        SaveError if a file cannot be written.
-        """
-        files = [self.optimizer_shard(state, own)]
-        if writes_weights(self.manifest, self.rank):
-            files.append(self.model_states(state, client))
-        if client.objects:
-            files.append(self.client_objects(client))
-        return files
-
-    def optimizer_shard(self, state: RankState, own: SplitState) -> FileEntry:
-        manifest, builder = self.manifest, TorchFileWriter()
-        zero_3 = manifest.stage == STAGE_WEIGHTS
-        inner: dict[str, Any] = {
-            "zero_stage": manifest.stage,
-            "dynamic_loss_scale": bool(state.loss_scaler.get("dynamic")),
-            "overflow": False,
-            "partition_count": manifest.world_size
-            if zero_3
-            # A number if there are no flat buffers: DeepSpeed's script takes the maximum of a list.
-            else [manifest.world_size] * len(manifest.buffers) or manifest.world_size,
-            fp32_key(manifest.stage): [
-                self._in_place(builder, index, flat, flat.master)
-                for index, flat in enumerate(state.flats)
-            ]
-            or [torch.empty(0)],
-        }
-        if zero_3:
-            # As a dictionary: DeepSpeed's class would not load with weights_only=True. The loader
-            # of pull request 8031 needs the entry.
-            inner["loss_scaler"] = dict(state.loss_scaler)
-            world_size = manifest.world_size
-            is_last = self.rank == world_size - 1
-            inner["group_paddings"] = [
-                [piece_numel(n, world_size) * world_size - n if is_last else 0 for n in b.numels]
-                for b in manifest.buffers
-            ]
-        else:
-            # Without an entry, DeepSpeed's loader keeps its current loss scaler.
-            inner["ds_version"] = manifest.writer.deepspeed
-            inner["group_paddings"] = [
-                b.partition_numel - self._lean_numel(b) for b in manifest.buffers
-            ]
-            inner["param_alignment_paddings"] = [
-                list(b.paddings) or [0] * len(b.names) for b in manifest.buffers
-            ]
-        if not manifest.weights_only:
-            inner[STATES] = [
-                self._lean_states(builder, index, flat) for index, flat in enumerate(state.flats)
-            ]
-            if (step := _optimizer_step(manifest)) is not None:
-                inner[GROUP_STEP] = step
-        stored: dict[str, Any] = {
-            "buffers": _copies(state.module_buffers) if self.rank else {},
-            "state": own.plain,
-        }
-        if own.objects:
-            stored["objects"] = store_objects(own.objects)
-        # The run of each parameter in each flat buffer.
-        fragments = [{f.name: [f.start, f.stop] for f in flat.fragments} for flat in state.flats]
-        ours = {**self._stamp(), "fragments": fragments, "own": stored}
-        if any(flat.weights for flat in state.flats):
-            ours[MODULE_WEIGHTS] = [
-                self._pieces(builder, index, flat, flat.weights, flat.weights[0].dtype)
-                if flat.weights
-                else None
-                for index, flat in enumerate(state.flats)
-            ]
-        tree = {OPTIMIZER: inner, "ds_version": manifest.writer.deepspeed, OURS: ours}
-        return self._save(optimizer_file(self.rank, manifest.precision), tree, builder)
-
-    def model_states(self, state: RankState, client: SplitState) -> FileEntry:
-        """Write buffers, frozen weights, shapes, counters and the trainer's state."""
-        manifest, builder = self.manifest, TorchFileWriter()
-        buffers = _copies(state.module_buffers) if self.rank == 0 else {}
-        frozen = {p.name: p for p in manifest.frozen}
-        pieces = {n: self._frozen(builder, state.frozen[n], p) for n, p in frozen.items()}
-        weights, flats = _copies(state.module_weights), [b.names for b in manifest.buffers]
-        tree: dict[str, Any] = {
-            # As DeepSpeed does: converters look for the trainer's keys here. DeepSpeed's own
-            # entries take precedence; the complete client state is in OURS below.
-            **client.plain,
-            **model_entries(manifest, flats, weights, pieces, buffers),
-            "lr_scheduler": to_host(state.lr_scheduler),
-            OURS: {
-                **self._stamp(),
-                "client_state": dict(client.plain),
-                "loss_scaler": dict(state.loss_scaler),
-            },
-        }
-        return self._save(model_file(self.rank, manifest.stage), tree, builder)
-
-    def _in_place(
-        self, builder: TorchFileWriter, index: int, flat: FlatState, values: torch.Tensor
-    ) -> torch.Tensor:
-        """Add masters or a state, with each element at its offset in the flat buffer.
-
-        Padding is zero. In ZeRO-1/2, the padding at the end of the whole buffer is omitted.
-        """
-        pieces: list[Piece] = []
-        reached = 0
-        for fragment in flat.fragments:
-            stop = fragment.offset + fragment.stop - fragment.start
-            pieces += [fragment.offset - reached, self.source_of(values[fragment.offset : stop])]
-            reached = stop
-        zero_3 = self.manifest.stage == STAGE_WEIGHTS
-        end = flat.master.numel() if zero_3 else self._lean_numel(self.manifest.buffers[index])
-        return builder.add(piecewise([*pieces, end - reached], values.dtype))
-
-    def _lean_states(self, builder: TorchFileWriter, index: int, flat: FlatState) -> dict[str, Any]:
-        """Add a flat buffer's optimizer states; return them in DeepSpeed's elastic format.
-
-        In ZeRO-1/2, an element-wise state is one tensor, like the masters. In ZeRO-3 it is a list
-        of one tensor per parameter, without padding: views of one storage.
-        """
-        zero_3 = self.manifest.stage == STAGE_WEIGHTS
-        states: dict[str, Any] = {
-            key: self._pieces(builder, index, flat, own_runs(flat, values), values.dtype)
-            if zero_3
-            else self._in_place(builder, index, flat, values)
-            for key, values in flat.elementwise.items()
-        }
-        for key, value in flat.scalars.items():
-            in_file = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-            states[key] = in_file
-        return states
-
-    def _pieces(
-        self,
-        builder: TorchFileWriter,
-        index: int,
-        flat: FlatState,
-        of_fragments: Iterable[torch.Tensor],
-        dtype: torch.dtype,
-    ) -> list[torch.Tensor]:
-        """Add a tensor of each fragment; return the rank's piece of each parameter of the buffer.
-
-        The pieces are views of one tensor, in flat order; they may be empty.
-        """
-        numels = dict.fromkeys(self.manifest.buffers[index].names, 0)
-        numels.update((f.name, f.stop - f.start) for f in flat.fragments)
-        whole = builder.add(piecewise([*map(self.source_of, of_fragments)], dtype))
-        stops = list(accumulate(numels.values()))
-        return [
-            whole[stop - numel : stop] for numel, stop in zip(numels.values(), stops, strict=True)
-        ]
-
-    def _lean_numel(self, buffer: FlatBuffer) -> int:
-        """Return the elements of this rank's partition without final padding (ZeRO-1/2)."""
-        end = sum((*buffer.numels, *buffer.paddings[:-1]))
-        start, stop = buffer.partition_range(self.rank)
-        return max(0, min(end, stop) - start)
-
-    def _frozen(
-        self, builder: TorchFileWriter, piece: torch.Tensor, parameter: Parameter
-    ) -> torch.Tensor:
-        """Add a frozen weight: whole with its shape, or in ZeRO-3 a padded 1-D piece."""
-        zero_3 = self.manifest.stage == STAGE_WEIGHTS
-        numel = piece_numel(parameter.numel, self.manifest.world_size) if zero_3 else piece.numel()
-        pieces = [self.source_of(piece), numel - piece.numel()]
-        placed = builder.add(piecewise(pieces, piece.dtype))
-        return placed if zero_3 else placed.view(parameter.shape)
-
-    def client_objects(self, client: SplitState) -> FileEntry:
-        tree = {**store_objects(client.objects), OURS: self._stamp()}
-        return self._save(CLIENT_OBJECTS, tree, TorchFileWriter())
-
-    def _stamp(self) -> dict[str, Any]:
-        return {
-            "format_version": FORMAT_VERSION,
-            "save_id": self.manifest.save_id,
-            "rank": self.rank,
-            "world_size": self.manifest.world_size,
-            "global_steps": self.manifest.progress.global_steps,
-        }
-
-    def _save(self, name: str, tree: object, builder: TorchFileWriter) -> FileEntry:
-        return builder.write(
-            tree, self.directory, name, save_id=self.manifest.save_id, progress=self.progress
-        )
-
-
-def own_runs(flat: FlatState, values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the elements of each fragment of a flat buffer's masters or states."""
-    return [values[f.offset : f.offset + f.stop - f.start] for f in flat.fragments]
-
-
-def _optimizer_step(manifest: Manifest) -> int | float | None:
-    """Return the ``step`` of the parameter groups if all have the same one.
-
-    DeepSpeed's loader for ZeRO-1/2 requires it, also for optimizers that do not use it: these get
-    the number of optimizer steps.
-    """
-    steps = [group.hyperparameters.get("step") for group in manifest.groups]
-    for step in steps[:1]:
-        if isinstance(step, int | float) and all(step == other for other in steps):
-            return step
-    if manifest.stage == STAGE_WEIGHTS:
-        return None
-    return manifest.progress.global_steps - manifest.progress.skipped_steps
-
-
-def model_entries(
-    manifest: Manifest,
-    flats: Iterable[Sequence[str]],
-    weights: Mapping[str, torch.Tensor],
-    frozen: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-) -> dict[str, Any]:
-    """Return DeepSpeed's entries of a model file; ``flats`` are the names in each flat buffer."""
-    shape_of = {p.name: torch.Size(p.shape) for p in manifest.parameters}
-    return {
-        "module": OrderedDict({**weights, **buffers}),
-        "buffer_names": list(buffers),
-        "optimizer": None,
-        "lr_scheduler": None,
-        "param_shapes": [OrderedDict((n, shape_of[n]) for n in names) for names in flats],
-        # None if there are none: DeepSpeed's loaders then leave the module unchanged.
-        "frozen_param_shapes": {name: shape_of[name] for name in frozen} or None,
-        FROZEN: dict(frozen) or None,
-        "shared_params": {alias: p.name for p in manifest.parameters for alias in p.aliases},
-        "global_steps": manifest.progress.global_steps,
-        "global_samples": manifest.progress.global_samples,
-        "skipped_steps": manifest.progress.skipped_steps,
-        "dp_world_size": manifest.world_size,
-        "mp_world_size": 1,
-        "ds_version": manifest.writer.deepspeed,
-    }
-
-
-def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy small tensors to the host, each into a storage of its own size."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}

@@ -36,7 +36,7 @@ from lightning_elastic_zero.core.tensors import (
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import CheckpointMismatchError, SaveError, UnsupportedError
 from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, OURS
-from lightning_elastic_zero.formats.elastic import model_entries
+from lightning_elastic_zero.formats.elastic_write import model_entries
 from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.formats.torch_write import ChunkedSource, TorchFileWriter
 from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers

@@ -89,9 +89,9 @@ def changed_during_save(setup: Setup, folder: str, change: Change) -> list[str]:
     from lightning_elastic_zero.checkpoint.types import SaveOptions
     from lightning_elastic_zero.coordination.liveness import Timeouts
     from lightning_elastic_zero.engine.live import LiveEngine
-    from lightning_elastic_zero.formats.elastic import RankWriter
+    from lightning_elastic_zero.formats.elastic_write import RankWriter
 
-    released, write = threading.Event(), RankWriter.optimizer_shard
+    released, write = threading.Event(), RankWriter.write
 
     def write_when_released(self: RankWriter, *args: Any) -> Any:
         assert released.wait(HANG_TIMEOUT_S)
@@ -107,7 +107,7 @@ def changed_during_save(setup: Setup, folder: str, change: Change) -> list[str]:
             manager.save(handle, f"{folder}/older.ckpt", ranks, {}, SaveOptions())
             train(engine, setup, 1, 2)
             manager.save(handle, first, ranks, {}, SaveOptions())
-            patch.setattr(RankWriter, "optimizer_shard", write_when_released)
+            patch.setattr(RankWriter, "write", write_when_released)
             assert manager.save_async(handle, path, ranks, {}, SaveOptions())
             change(engine, f"{folder}/older.ckpt")
             released.set()

@@ -24,7 +24,7 @@ from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.core.tensors import FlatState, RankState, dtype_name, state_key
 from lightning_elastic_zero.formats.client_state import SplitState, split_objects
-from lightning_elastic_zero.formats.elastic import RankWriter
+from lightning_elastic_zero.formats.elastic_write import RankWriter
 
 SHAPES = {
     "layers.0.weight": (13, 7),
