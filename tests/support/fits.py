@@ -159,7 +159,7 @@ class Data(pl.LightningDataModule):
 
 
 class WeightRecorder(Callback):
-    """Saves one value per rank, and digests the weights when training starts and ends."""
+    """Saves the rank, of which rank 0's is restored, and digests the weights at start and end."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, Any] = {}

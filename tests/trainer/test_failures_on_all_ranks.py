@@ -43,7 +43,7 @@ def test_a_checkpoint_that_one_rank_cannot_find_stops_all(worlds: Pools, tmp_pat
 
 @pytest.mark.long
 def test_objects_are_restored_only_with_allow_pickle(worlds: Pools, tmp_path: Path) -> None:
-    """Also objects that differ between ranks."""
+    """Also objects of the state of a rank."""
     root = str(tmp_path)
     first = messages_of(worlds, 2, _failure_cases.save_objects, root)
     assert first[0].startswith(f"saved; {root}/x.ckpt: deep.0.odd contains a Python object of")

@@ -40,12 +40,6 @@ def test_fit_continues_where_it_stopped(
         assert seen["callback"] == {"rank": 0, "common": [1, 2.5, "three"]}
 
 
-def test_each_rank_gets_its_own_state_back(worlds: Pools, tmp_path: Path) -> None:
-    fit_all(worlds, 2, FitSpec(str(tmp_path), 1))
-    seen = fit_all(worlds, 2, FitSpec(str(tmp_path), 1, epochs=2, ckpt_path="last"))
-    assert [s["callback"]["rank"] for s in seen] == [0, 1]
-
-
 def test_a_weights_only_checkpoint_evaluates_and_starts_new_runs(
     worlds: Pools, tmp_path: Path
 ) -> None:
