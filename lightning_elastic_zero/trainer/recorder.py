@@ -32,6 +32,7 @@ from lightning_elastic_zero.trainer.lightning import (
     early_stopping_of,
     exhausted_loaders,
     is_fitting,
+    is_interrupted,
     known_callback_metrics,
     logged_steps,
     repeats_shorter_loaders,
@@ -245,8 +246,9 @@ class RunRecorder:
 
     def loader_states(self, trainer: pl.Trainer) -> list[Any]:
         """Return the states of stateful loaders at the last optimizer step."""
-        automatic = trainer.lightning_module.automatic_optimization
-        if is_inside_window(trainer) and automatic:
+        # An exception may have interrupted the fetch of the next batch.
+        may_be_ahead = is_inside_window(trainer) or is_interrupted(trainer)
+        if may_be_ahead and trainer.lightning_module.automatic_optimization:
             return self._loaders_at_step
         return self._loaders_now(trainer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -12,14 +13,21 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    LambdaCallback,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from typing_extensions import override
 
 from tests.support.ranks import Pools
+from tests.trainer._recorded_data import StatefulEpochLoader
 from tests.trainer._recorded_runs import (
     RecordingNet,
     RunRecord,
     RunSpec,
+    error_of,
     fit,
     from_step,
     record,
@@ -153,3 +161,35 @@ def test_a_stop_in_the_first_window_does_not_end_the_epoch(worlds: Pools, tmp_pa
     assert seen.rates == from_step(reference.rates, 5)
     # Batches by their index in the run.
     assert seen.loops.keys() <= reference.loops.keys()
+
+
+class FailingLoader(StatefulEpochLoader):
+    """Fails while it fetches batch 4, after its state has changed."""
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(super().__iter__()):
+            if number == 4:
+                raise OSError
+            yield batch
+
+
+class FailingRun(RunSpec):
+    @override
+    def loaders(self) -> Any:
+        return FailingLoader(self.length, self.batch_size)
+
+
+def test_a_failed_fetch_skips_no_batch(worlds: Pools, tmp_path: Path) -> None:
+    """Lightning fetches batch 4 of a stream before it trains on batch 3, which is lost."""
+    options = {"logging_batch_size_per_gpu": 6}
+    run = RunSpec(kind="counting, kept", length=60, batch_size=6, strategy=options)
+    reference = record(worlds, 2, run)
+    saves = {
+        "callbacks": (partial(OnExceptionCheckpoint, str(tmp_path)),),
+        "trainer": {"enable_checkpointing": True},
+    }
+    failing = FailingRun(**{**vars(run), **saves})
+    assert worlds.run(2, partial(error_of, failing)) == ["OSError: "] * 2
+    seen = record(worlds, 2, replace(run, ckpt_path=str(tmp_path / "on_exception.ckpt")))
+    assert seen.steps == from_step(reference.steps, 3)
