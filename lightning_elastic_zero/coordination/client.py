@@ -294,10 +294,6 @@ class StoreRanks:
                 raise step.failure
             self._thread.check()
 
-    def has_failed(self) -> bool:
-        step = self._thread.step
-        return not step.reported.is_set() and step.failure is not None
-
     def close(self) -> None:
         self._close()
 

@@ -165,9 +165,6 @@ class Ranks(Protocol):
     def progress(self) -> Progress:
         """Shows the other ranks long work; raises if the step has failed on another rank."""
 
-    def has_failed(self) -> bool:
-        """Whether the current step has failed on another rank; may be called in any thread."""
-
     def close(self) -> None:
         """End the session of this rank. May be called twice; never raises."""
 
@@ -196,9 +193,6 @@ class OneRank:
 
     def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
         return [self.broadcast(step, work)]
-
-    def has_failed(self) -> bool:
-        return False
 
     def close(self) -> None: ...
 
