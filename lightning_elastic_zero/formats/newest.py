@@ -94,7 +94,7 @@ def verify_share(
         CheckpointCorruptedError, CheckpointFormatError, CheckpointNotFoundError: it is damaged.
     """
     if rank == 0:
-        check_unmixed(path)
+        check_unmixed(path, progress)
     with closing(open_checkpoint(path, allow_pickle=allow_pickle, progress=progress)) as source:
         source.check_all()
         if source.info.mixed:

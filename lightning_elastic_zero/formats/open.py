@@ -221,8 +221,10 @@ def resolve_latest(path: AnyPath) -> AnyPath:
     return folder / tag if tag != name and is_checkpoint(folder / tag) else path
 
 
-def check_unmixed(path: AnyPath) -> None:
+def check_unmixed(path: AnyPath, progress: Progress = NO_PROGRESS) -> None:
     """Refuse a checkpoint of this library into whose folder DeepSpeed has saved.
+
+    In ZeRO-3, this opens a file of each rank, and checks ``progress`` after each.
 
     Raises:
         CheckpointFormatError: it has; either of the two may be meant.
@@ -232,7 +234,11 @@ def check_unmixed(path: AnyPath) -> None:
         return
     files = sorted(file.name for file in folder.glob("*.pt"))
     models = sorted(folder.glob(f"{TAG}/*_model_states.pt"))
-    over = [file.name for file in models if _is_stock(file)]
+    over = []
+    for file in models:
+        if _is_stock(file):
+            over.append(file.name)
+        progress.check()
     if not (files or over):
         return
     msg = (

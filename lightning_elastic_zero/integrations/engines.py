@@ -26,7 +26,13 @@ from lightning_elastic_zero.checkpoint.types import LoadResult
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.options import check_client_state
-from lightning_elastic_zero.core.progress import ShowBytes, is_terminal, showing, tqdm_bar
+from lightning_elastic_zero.core.progress import (
+    Progress,
+    ShowBytes,
+    is_terminal,
+    showing,
+    tqdm_bar,
+)
 from lightning_elastic_zero.data_progress.batches import plan_batches
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.support import optimizer_wrapper
@@ -293,7 +299,7 @@ class EngineCheckpoints:
         self.wait()  # the checkpoint may still be in flight
         with self._ranks("load", folder / (tag or LATEST)) as ranks:
             step = f"load {folder}: find the checkpoint"
-            path = ranks.broadcast(step, lambda: self._find(folder, tag))
+            path = ranks.broadcast(step, lambda: self._find(folder, tag, ranks.progress))
             if path is None:
                 log.warning(
                     "%s has no file %r and no checkpoint: nothing was loaded. Pass the folder that "
@@ -323,11 +329,11 @@ class EngineCheckpoints:
         self._loop.on_load(loaded)
         return result.stats.path, dict(result.client_state)
 
-    def _find(self, folder: Path, tag: str | None) -> str | None:
+    def _find(self, folder: Path, tag: str | None, progress: Progress) -> str | None:
         """Return the path of the checkpoint to load; None if there is none."""
         path = str(folder) if self._loop.whole_folder else find_checkpoint(folder, tag)
         if path is not None:
-            check_unmixed(Path(path))
+            check_unmixed(Path(path), progress)
         return path
 
     def _check(self, path: Path, manifest: Manifest, *, optimizer: bool) -> None:

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import CheckpointFormatError
+from lightning_elastic_zero.formats.open import check_unmixed
 from lightning_elastic_zero.formats.torch_read import MAX_OPEN, foreign_files
+from tests.support.small_checkpoints import fill
 
 
 def _is_open(path: Path) -> bool:
@@ -39,3 +42,12 @@ def test_the_least_recently_used_file_is_closed(tmp_path: Path) -> None:
     assert sum(_is_open(tmp_path / name) for name in names) == MAX_OPEN
     files.close()
     assert not any(_is_open(tmp_path / name) for name in names)
+
+
+def test_the_search_for_files_of_deepspeed_reports_progress(tmp_path: Path) -> None:
+    """With thousands of ranks it takes longer than a stall may."""
+    path, checked = fill(tmp_path / "a.ckpt", "text"), list[None]()
+    for rank in range(3):
+        (path / f"checkpoint/zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
+    check_unmixed(path, Progress(lambda: checked.append(None)))
+    assert len(checked) == 4
