@@ -467,20 +467,24 @@ def _known_values(trainer: pl.Trainer) -> tuple[dict[str, torch.Tensor], bool]:
             continue
         result._computed = live[key]._computed
         if result._computed is None:
-            are_of_all, result._computed = trainer.world_size == 1, _own_value(result)
+            are_of_all = trainer.world_size == 1
+            result._computed = _own_value(result, is_only_rank=are_of_all)
         if not isinstance(result._computed, torch.Tensor):
             del known[key]
     values: dict[str, torch.Tensor] = known.metrics(on_step=False)["callback"]
     return values, are_of_all
 
 
-def _own_value(result: running._ResultMetric) -> Any:
+def _own_value(result: running._ResultMetric, *, is_only_rank: bool) -> Any:
     """Return the value of a running result on this rank; None if there is none."""
     if not result.is_tensor:
         metric: Any = result.value
+        parts = sum(isinstance(part, Metric) for part in metric.modules())
+        if not metric._update_count or (parts > 1 and not is_only_rank):
+            return None  # it would call methods of its parts, which communicate
         with suppress(Exception):  # of a user's class, maybe for the few samples of one rank
             # The method of the object communicates.
-            return type(metric).compute(metric) if metric._update_count else None
+            return type(metric).compute(metric)
         return None
     mean = result.meta.is_mean_reduction
     return result.value / result.cumulated_batch_size if mean else result.value

@@ -14,11 +14,13 @@ import torch
 import torchmetrics
 from deepspeed import comm
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.trainer.connectors.logger_connector import result as running
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.wrappers import MinMaxMetric
 from typing_extensions import override
 
+from lightning_elastic_zero.trainer.metrics import _own_value
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
@@ -329,3 +331,16 @@ def test_metrics_restart_with_their_epoch(world: int, worlds: Pools, tmp_path: P
     policy = {"on_unresumable_data": "restart_epoch"}
     again = run.resumed("step 1.3", batch_size=12 // world, strategy=policy)
     assert worlds.run(world, partial(samples_per_epoch, again))[0] == [60]
+
+
+def test_one_rank_alone_computes_no_metric_that_consists_of_others() -> None:
+    """The parts would wait for all ranks, which may not save."""
+    plain: Any = torchmetrics.MeanMetric()
+    composed: Any = torchmetrics.MeanMetric() + 1.0
+    for metric in (plain, composed):
+        metric.update(2.0)
+    meta = running._Metadata("training_step", "value", on_step=False, on_epoch=True)
+    results = [running._ResultMetric(meta, is_tensor=False) for _ in range(2)]
+    results[0].value, results[1].value = plain, composed
+    assert [_own_value(result, is_only_rank=True) for result in results] == [2.0, 3.0]
+    assert [_own_value(result, is_only_rank=False) for result in results] == [2.0, None]
