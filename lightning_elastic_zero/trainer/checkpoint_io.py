@@ -501,7 +501,13 @@ class RunCheckpoints:
             if not is_fitting(trainer):
                 self.last_fit.put_back(own)
             states = of.loader_states(trainer)
-            if is_inside_window(trainer):
+            if of.has_uncounted_step(trainer):
+                rank_zero_warn(
+                    f"{path} is saved inside a batch, after an optimizer step. It contains the "
+                    "weights after this step and the position before the batch, so a resumed run "
+                    "takes the step again. To continue exactly, save in on_train_batch_end."
+                )
+            elif is_inside_window(trainer):
                 rank_zero_warn(
                     f"{path} is saved inside an accumulation window. It contains the weights and "
                     "the position of the last optimizer step, so a resumed run repeats the window. "

@@ -81,6 +81,8 @@ class RunRecorder:
         self.random_before_fetch: dict[str, Any] | None = None
         """Random states before the last fetch of a batch; None for data with a length."""
         self._loaders_at_step: list[Any] = []
+        self._stepped_at = -1
+        """Number of the batch that has taken the last optimizer step."""
         self._random_before_validation: dict[str, Any] | None = None
         self._validated_at = -1
         self._at_end: tuple[tuple[LoaderRecord, ...], list[Any]] | None = None
@@ -114,9 +116,17 @@ class RunRecorder:
 
     def after_optimizer_step(self, trainer: pl.Trainer) -> None:
         """Record the loaders' states, because a save inside the next window repeats its batches."""
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        self._stepped_at = progress.total.ready
         # With manual optimization, a batch may have any number of steps.
         if trainer.lightning_module.automatic_optimization:
             self._loaders_at_step = self._loaders_now(trainer)
+
+    def has_uncounted_step(self, trainer: pl.Trainer) -> bool:
+        """Whether the current batch has taken a step that the position does not include."""
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        is_inside = progress.current.ready != progress.current.processed
+        return bool(is_inside and self._stepped_at == progress.total.ready)
 
     def begin_batch(self, trainer: pl.Trainer) -> None:
         """Begin an epoch's metrics, before the hooks of its first batch."""

@@ -193,3 +193,21 @@ def test_a_failed_fetch_skips_no_batch(worlds: Pools, tmp_path: Path) -> None:
     assert worlds.run(2, partial(error_of, failing)) == ["OSError: "] * 2
     seen = record(worlds, 2, replace(run, ckpt_path=str(tmp_path / "on_exception.ckpt")))
     assert seen.steps == from_step(reference.steps, 3)
+
+
+class SavesAfterStep(RecordingNet):
+    """Saves right after an optimizer step, before Lightning has counted it."""
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.trainer.global_step == 2:
+            self.trainer.save_checkpoint(f"{self.of.root}/stepped.ckpt")
+
+
+def test_a_save_after_a_step_that_is_not_counted_warns(worlds: Pools, tmp_path: Path) -> None:
+    run = RunSpec(batch_size=6, epochs=1, root=str(tmp_path), net=SavesAfterStep)
+    messages = record(worlds, 2, run).messages
+    assert not any(WARNING in text for text in messages)
+    (warning,) = [text for text in messages if "is saved inside a batch" in text]
+    assert "the weights after this step and the position before the batch" in warning
