@@ -105,11 +105,11 @@ def run_selftest(directory: str | os.PathLike[str], *, timeout_s: float = 600.0)
     """Check saving and loading on this machine, in a directory.
 
     Small DeepSpeed engines at ZeRO stages 1 to 3 are saved, blocking and in the background, loaded
-    on another number of devices and compared bit for bit. Everything is written to one new folder
-    in ``directory``, which is removed at the end.
+    on another number of devices (with one GPU, on the same) and compared bit for bit. Everything is
+    written to one new folder in ``directory``, which is removed at the end.
 
-    There is one rank per GPU, 8 at most; on CPUs, 2 save and 3 load. Their processes import the
-    main module: call this below ``if __name__ == "__main__"``.
+    One rank per GPU saves, 8 at most, and one fewer loads, at least one; on CPUs, 2 save and 3
+    load. Their processes import the main module: call this below ``if __name__ == "__main__"``.
 
     Args:
         directory: Folder in which runs will save.

@@ -1,6 +1,6 @@
 """An adversarial copy engine: streams and events that do no more than torch's interface promises.
 
-It replaces torch in the one module that uses devices (``device_streams``). The memory of a
+It replaces torch in the one module that uses devices (``checkpoint/streams``). The memory of a
 "device" is host memory, so that CPU engines can use it; the library sees a ``LateTensor``. The
 engine chooses the worst order of events that the interface permits:
 
@@ -228,7 +228,7 @@ class CopyEngine:
 
     @contextmanager
     def in_place_of_torch(self) -> Iterator[CopyEngine]:
-        """Replace torch in ``device_streams``; run all jobs at the end."""
+        """Replace torch in ``checkpoint/streams``; run all jobs at the end."""
         from lightning_elastic_zero.checkpoint import streams as device_streams
 
         names: Any = device_streams
@@ -244,7 +244,7 @@ class CopyEngine:
 
 
 def _torch(engine: CopyEngine) -> Any:
-    """Return replacements of the names that ``device_streams`` uses from torch."""
+    """Return replacements of the names that ``checkpoint/streams`` uses from torch."""
     return SimpleNamespace(
         accelerator=SimpleNamespace(
             current_stream=engine.current_stream,
