@@ -215,9 +215,10 @@ def run_world(world: World) -> list[Record]:
         ranks = start_processes(
             _run_rank, args, nprocs=world.size, join=False, start_method="spawn"
         ).processes
-        stop_s = time.monotonic() + world.timeout_s
+        records, stop_s = list[Record](), time.monotonic() + world.timeout_s
         try:
             while time.monotonic() < stop_s and any(rank.is_alive() for rank in ranks):
+                records += _received(reports)  # A full pipe would stop the ranks.
                 time.sleep(0.1)
             codes = [rank.exitcode for rank in ranks]
         finally:
@@ -225,14 +226,17 @@ def run_world(world: World) -> list[Record]:
                 rank.kill()
             for rank in ranks:
                 rank.join(_KILL_S)
-    records = []
-    while not reports.empty():  # A few lines, which fit into the pipe's buffer.
-        records.append(Record(*reports.get()))
+    records += _received(reports)
     problems = {0: "", None: "its process did not finish in time, and was killed"}
     for rank, code in enumerate(codes):
         problem = problems.get(code, f"its process ended with exit code {code}")
         records.append(Record(rank, FINISHED[world.task], problem))
     return records
+
+
+def _received(reports: Any) -> Iterator[Record]:
+    while not reports.empty():
+        yield Record(*reports.get())
 
 
 def _run_rank(rank: int, world: World, port: int, reports: Any) -> None:

@@ -162,7 +162,7 @@ class AsyncCheckpointer:
         """
         self._ranks, self._queue, self._published = ranks, queue, published
         self._snapshotter = Snapshotter()
-        self._is_waiting_explained = False
+        self._has_warned = False
         self._job: BackgroundSave | None = None
         self._at_exit = _at_exit(weakref.ref(self))
         # Registered after the exit hook of the connection, this runs before it.
@@ -242,9 +242,9 @@ class AsyncCheckpointer:
         demands = [Demand.from_plain(each) for each in answers if isinstance(each, Mapping)]
         reasons = [*filter(None, (each for each in answers if isinstance(each, str)))]
         if why := (reasons or [find_shortage(demands)])[0]:
-            if ranks.rank == 0 and not self._is_waiting_explained:
+            if ranks.rank == 0 and not self._has_warned:
                 log.warning("Saves are synchronous, despite async_save: %s.", why)
-            self._is_waiting_explained = True
+            self._has_warned = True
             return None
         if demands:
             ranks.run_all(f"save {path}: allocate memory and take a snapshot", take)

@@ -59,15 +59,16 @@ def find_shortage(demands: Sequence[Demand]) -> str:
         free_bytes = min(pool.free_bytes for pool, _ in parts)
         wanted_bytes = sum(size_bytes for _, size_bytes in parts)
         if wanted_bytes > _USABLE * free_bytes:
+            ranks = f"{len(parts)} ranks" if len(parts) > 1 else "rank"
             return (
                 f"{parts[0][0].name} has {free_bytes / 1e9:.1f} GB of free memory, and copies of "
-                f"the state of its {len(parts)} ranks need {wanted_bytes / 1e9:.1f} GB"
+                f"the state of its {ranks} need {wanted_bytes / 1e9:.1f} GB"
             )
     return ""
 
 
 def memory_pools(root: Path = Path("/")) -> list[Pool]:
-    """Return the pools of this process; none if the system does not tell.
+    """Return the pools of this process; none if the system does not report them.
 
     ``root`` replaces the directory of ``/proc`` and ``/sys``.
     """
@@ -100,7 +101,7 @@ def _limited_groups(root: Path) -> Iterator[tuple[str, int]]:
         # A container may see its own group as the root, and yet the path that the host uses.
         visible = [inside, *inside.parents] if (mount / inside).is_dir() else [Path()]
         for folder in (mount / each for each in visible):
-            # The root has no such files, and "max" is no number.
+            # The root has no such files, and without a limit the text is "max".
             with suppress(OSError, ValueError, LookupError):
                 limit_bytes = int((folder / limit).read_text())
                 kept = _numbers(folder / "memory.stat")

@@ -109,7 +109,7 @@ def verify_share(
 def checkpoints_in(
     folder: AnyPath, progress: Progress = NO_PROGRESS, *, allow_pickle: bool = False
 ) -> set[AnyPath]:
-    """Return the possible checkpoints in a folder, behind links. None if it does not exist.
+    """Return the possible checkpoints in a folder, behind links; empty if it does not exist.
 
     They are of any kind, or of this library if the folder is in a store. An unreadable folder is
     one too: its verification fails.

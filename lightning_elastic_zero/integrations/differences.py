@@ -1,4 +1,4 @@
-"""How a resumed run differs from the run that saved: warnings of what is not exact.
+"""How a resumed run differs from the run that saved: a warning for each difference.
 
 Of accelerate's data: ``warn_of_data``. Of a Trainer's data and losses: ``warn_of_training``.
 """

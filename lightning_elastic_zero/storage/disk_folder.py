@@ -58,7 +58,7 @@ class DiskFolder(Folder):
     def local(self) -> Path:
         return self.path
 
-    # -- what is there -----------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------
 
     def inspect(self) -> ExistingTarget:
         return inspect_target(self.path)

@@ -69,7 +69,7 @@ class StagedExport(HiddenDirectory):
             sync_directory(self.target.parent)
 
     def remove(self) -> None:
-        """Remove what is left under the hidden names, all of which this process has written."""
+        """Remove the remaining files under hidden names; this process has written all of them."""
         remove_files(self.path, lambda _: True)
         if not os.path.lexists(self.path):
             with suppress(OSError):

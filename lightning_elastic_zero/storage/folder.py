@@ -70,7 +70,7 @@ class Staged(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Folder(ABC):
-    """A path, and what is there: a checkpoint, a link to one, a folder of checkpoints, or nothing.
+    """A path: of a checkpoint, a link to one, a folder of checkpoints, or nothing.
 
     Two are equal if their paths are. Methods raise ``OSError`` if the storage does not answer.
     """
@@ -95,7 +95,7 @@ class Folder(ABC):
         """Return the path."""
         return str(self.path)
 
-    # -- what is there -----------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------
 
     @abstractmethod
     def inspect(self) -> ExistingTarget:

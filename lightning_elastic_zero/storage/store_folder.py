@@ -51,7 +51,7 @@ class StoreFolder(Folder):
     def requests(self) -> int:
         return self.path.store.requests
 
-    # -- what is there -----------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------
 
     def inspect(self) -> ExistingTarget:
         return inspect_target(self.path)
