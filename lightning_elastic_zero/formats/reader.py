@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,11 +20,12 @@ import torch
 import xxhash
 
 from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, spans
-from lightning_elastic_zero.core.manifest import EXTRA_STATE, Manifest, Plain
+from lightning_elastic_zero.core.manifest import EXTRA_STATE, Group, Manifest, Plain
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
     Scalar,
     can_overflow,
+    canonical_repr,
     different_bits,
     dtype_name,
     host_chunk,
@@ -348,8 +349,17 @@ class CheckpointReader(ABC):
         """Whether ``other_steps`` would find files of two steps."""
         return True
 
-    def read(self, transfers: Sequence[Transfer], targets: Targets, progress: Progress) -> int:
+    def read(
+        self,
+        transfers: Sequence[Transfer],
+        targets: Targets,
+        progress: Progress,
+        *,
+        weights_only: Collection[str] = (),
+    ) -> int:
         """Read runs into all tensors of their targets, file by file; return the bytes read.
+
+        Of the parameters ``weights_only``, states are not read.
 
         Raises:
             CheckpointCorruptedError: a checksum does not match; or masters do not round to the
@@ -359,7 +369,12 @@ class CheckpointReader(ABC):
                 large for its target's type.
         """
         keys = dict.fromkeys(key for t in transfers for key in targets[t.target_buffer])
-        wanted = [(t, key) for key in keys for t in transfers if key in targets[t.target_buffer]]
+        wanted = [
+            (t, key)
+            for key in keys
+            for t in transfers
+            if key in targets[t.target_buffer] and (key == WEIGHT or t.name not in weights_only)
+        ]
         # In this order the runs of one file are adjacent in every format, so few files are open.
         wanted.sort(key=lambda each: (each[0].source_rank, each[0].name in self._frozen))
         bytes_read = 0
@@ -474,6 +489,59 @@ def _filled(targets: Targets, transfer: Transfer, key: str) -> torch.Tensor:
     first = transfer.target_offset
     whole = targets[transfer.target_buffer][key].detach()
     return whole[first : first + transfer.stop - transfer.start]
+
+
+def scalars_by_buffer(
+    source: CheckpointReader,
+    live: Manifest,
+    groups: Sequence[Group],
+    wanted: Iterable[Fragment] = (),
+) -> tuple[Mapping[str, Scalar], ...]:
+    """Return the scalar states of each live flat buffer.
+
+    ``wanted`` are this rank's fragments: states that may differ between ranks are those of the
+    first saved rank that held any of them. Parameters without saved ones take those of their
+    parameter group, so that the result does not depend on which parameters share a buffer.
+    ``groups`` are the saved ones in live groups.
+    """
+    layout, found = source.layout(), []
+    starts = {fragment.name: fragment.start for fragment in wanted}
+    for buffer in live.buffers:
+        members = groups[buffer.group].names
+        known = set(members)
+        shared = [name for name in buffer.names if name in known] or members
+        may_differ = {key.name for key in groups[buffer.group].state if key.may_differ}
+        in_order = sorted(shared, key=lambda name: name not in starts)
+        firsts = [(name, starts.get(name, 0)) for name in in_order]
+        found.append(_scalars_of(source, layout, firsts, may_differ))
+    return tuple(found)
+
+
+def _scalars_of(
+    source: CheckpointReader,
+    layout: Layout,
+    elements: Iterable[tuple[str, int]],
+    may_differ: Collection[str],
+) -> Mapping[str, Scalar]:
+    """Return the scalars of a live flat buffer.
+
+    Raises CheckpointMismatchError if the saved buffers of its parameters had different ones.
+    """
+    held: dict[int, Fragment] = {}
+    for name, element in elements:
+        at = next(iter(layout.covering(name, element, element + 1)))
+        held.setdefault(at.buffer, at)
+    scalars = [source.scalars(at) for at in held.values()]
+    counts = [{k: v for k, v in each.items() if k not in may_differ} for each in scalars]
+    for other in counts[1:]:
+        if canonical_repr(other) != canonical_repr(counts[0]):
+            msg = (
+                "parameters in one flat buffer were saved with different scalar states "
+                f"{counts[0]} and {other}. Resume with the stage and sub_group_size "
+                "of the save."
+            )
+            raise CheckpointMismatchError(msg)
+    return scalars[0] if scalars else {}
 
 
 def changed_weights(master: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_elastic_zero.checkpoint.load import (
-    infinite_weights,
-    plans,
-    read_targets,
-    scalars_by_buffer,
-)
+from lightning_elastic_zero.checkpoint.load_checks import infinite_weights
 from lightning_elastic_zero.core.layout import Fragment, Layout, TransferPlan
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter
 from lightning_elastic_zero.core.partition import FlatBuffer
@@ -29,6 +24,7 @@ from lightning_elastic_zero.formats.reader import (
     WEIGHT,
     CheckpointReader,
     check_no_overflow,
+    scalars_by_buffer,
 )
 from lightning_elastic_zero.formats.torch_read import StoredRun
 from tests.support.plain_checkpoints import (
@@ -84,11 +80,14 @@ def test_states_of_fresh_parameters_are_not_read(tmp_path: Path) -> None:
         {key: torch.full((18,), -1.0) for key in STATES},
         {},
     )
-    targets = RestoreTargets((*wanted, frozen), weights, states, lambda _: None, lambda: None)
+    filled = [{WEIGHT: w, **of_flat} for w, of_flat in zip(weights, states, strict=True)]
     with closing(open_checkpoint(tmp_path)) as source:
-        for plan in plans(source, targets, with_state={"a"}):
-            for _, transfers in plan.by_rank():
-                source.read(transfers, read_targets(targets), NO_PROGRESS)
+        plans = (
+            TransferPlan(wanted, source.layout()),
+            TransferPlan([frozen], source.frozen_layout()),
+        )
+        for _, transfers in (each for plan in plans for each in plan.by_rank()):
+            source.read(transfers, filled, NO_PROGRESS, weights_only={"b"})
     masters = torch.cat([state.masters["a"].view(-1), state.masters["b"][1:]])
     assert torch.equal(weights[0], masters)
     assert torch.equal(weights[1], state.frozen["frozen.weight"].view(-1))
