@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from raw import RawWrite  # type: ignore[import-not-found] # a script in this folder
 from subject import (  # type: ignore[import-not-found]
     BYTES_PER_PARAMETER,
+    NO_ROOM,
     make_engine,
     rank_tensors,
     run_ranks,
@@ -121,7 +122,8 @@ class BenchmarkEngine:
 
     def save_async(self) -> None:
         """Save in the background."""
-        self.manager.save_async(*self._what())
+        if not self.manager.save_async(*self._what()):
+            raise RuntimeError(NO_ROOM)
 
     def wait_until_finished(self) -> None:
         """Wait for the background save."""

@@ -25,6 +25,8 @@ from torch.multiprocessing.spawn import start_processes
 BYTES_PER_PARAMETER = 12  # fp32 master and Adam's two moments
 LAYERS = 8
 
+NO_ROOM = "no background save: this machine lacks memory for a copy; choose a smaller model"
+
 
 class Mlp(nn.Module):
     """Square layers: all state is in matrices, as in a transformer."""

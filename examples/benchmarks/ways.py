@@ -13,6 +13,7 @@ import torch
 from probe import Cost, cost_of, temporary_disk  # type: ignore[import-not-found] # scripts in this folder
 from raw import RawRead, RawWrite  # type: ignore[import-not-found]
 from subject import (  # type: ignore[import-not-found]
+    NO_ROOM,
     make_engine,
     make_fsdp,
     rank_tensors,
@@ -193,7 +194,8 @@ class _Background:
 
     def call(self) -> None:
         """Begin to save."""
-        self._manager.save_async(*self._arguments)
+        if not self._manager.save_async(*self._arguments):
+            raise RuntimeError(NO_ROOM)
 
     def wait(self) -> None:
         """Wait until the save is published."""
