@@ -64,7 +64,7 @@ test-gpu: ops ## Run the device tests on this machine's GPUs; on CPU ranks: ARGS
 	$(PYTEST) -m "gpu or device" $(ARGS)
 
 soak: ops ## Kill and restart a run at random for an hour: ARGS="--minutes 10"
-	$(PY) -m tests.elastic.soak $(ARGS)
+	$(PY) -m tests.jobs.soak $(ARGS)
 
 lint: $(INSTALLED) ## Check style, formatting and types
 	$(VENV)/bin/ruff check .

@@ -1,11 +1,9 @@
-"""Shared fixtures (the ranks that tests run on), and the selection of the cases to run."""
+"""The options of the tests, the selection and order of their cases, and tables of results."""
 
 from __future__ import annotations
 
 import random
-import signal
 from collections import defaultdict
-from collections.abc import Iterator
 from hashlib import sha256
 from operator import itemgetter
 from typing import Any
@@ -16,8 +14,9 @@ from hypothesis import settings
 
 from tests.support.devices import DEVICE, KINDS, chosen_device
 from tests.support.processes import remove_shared_memory
-from tests.support.ranks import ForkServer, Pools
 from tests.support.tables import TABLES
+
+pytest_plugins = ["tests.support.fixtures"]
 
 ASKED_FOR = ("essential", "long", "gpu", "releases")
 """Cases with these markers are not subject to the limits of ``engine`` and ``cases``."""
@@ -48,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "tests",
         derandomize=unseeded,
         database=None,
+        deadline=None,  # Other processes may use the CPU.
         max_examples=25 if unseeded else 100,
     )
     settings.load_profile("tests")
@@ -64,14 +64,14 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases that ``make test`` does not run as ``long``, before ``-m`` selects.
 
-    The selection depends on the names only. Tests of one file with the same parameters run the
-    same cases, so that they share fixtures.
+    The selection depends on the names of files and cases only. Tests of one file with the same
+    parameters run the same cases, so that they share fixtures.
     """
     tests: dict[str, list[tuple[str, pytest.Item]]] = defaultdict(list)
     for item in items:
         if not any(map(item.get_closest_marker, ASKED_FOR)):
             test, _, case = item.nodeid.partition("[")
-            digest = sha256(f"{test.partition('::')[0]} {case}".encode()).hexdigest()
+            digest = sha256(f"{item.path.stem} {case}".encode()).hexdigest()
             tests[test].append((digest, item))
     for cases in tests.values():
         count = _count(cases[0][1]) or len(cases)
@@ -91,8 +91,9 @@ def _count(test: pytest.Item) -> int | None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed the random generators, so that tests do not depend on their order; skip GPU tests."""
-    torch.manual_seed(_seed(item.config))
-    random.seed(_seed(item.config))
+    seed = int(item.config.getoption("--hypothesis-seed") or 0)
+    torch.manual_seed(seed)
+    random.seed(seed)
     if item.config.stash[DEVICE] == "cpu" and item.get_closest_marker("gpu"):
         pytest.skip("needs a CUDA device")
 
@@ -123,73 +124,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 LONG_FIRST = (
-    "faults",
-    "elastic",
+    "checkpoint",
+    "jobs",
     "trainer",
     "examples",
-    "dist",
-    "budget",
-    "devices",
+    "coordination",
     "engine",
-    "foreign",
+    "formats",
     "releases",
     "integrations",
-    "stores",
+    "storage",
 )
 
 
 def _folder_order(item: pytest.Item) -> int:
     folder = item.path.parent.name
     return LONG_FIRST.index(folder) if folder in LONG_FIRST else len(LONG_FIRST)
-
-
-@pytest.fixture(scope="session")
-def seed(pytestconfig: pytest.Config) -> int:
-    """Return the seed of random choices."""
-    return _seed(pytestconfig)
-
-
-def _seed(config: pytest.Config) -> int:
-    return int(config.getoption("--hypothesis-seed") or 0)
-
-
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """Yield the process that all ranks are forked from."""
-    server = ForkServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="session")
-def pools(fork_server: ForkServer) -> Iterator[Pools]:
-    """Yield worlds of ranks for plain engines."""
-    started = Pools(fork_server)
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="session")
-def worlds(fork_server: ForkServer) -> Iterator[Pools]:
-    """Yield worlds of ranks for Trainers."""
-    started = Pools(fork_server)
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def remove_memory_of_killed_ranks() -> Iterator[None]:
-    """Remove it after each file, because many kills would fill the memory during the session."""
-    yield
-    remove_shared_memory()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def restore_sigint() -> None:
-    """Make SIGINT raise KeyboardInterrupt.
-
-    Shells start background commands with SIGINT ignored, and child processes inherit this. Some
-    tests send SIGINT to their own processes.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from tests.stores._fault_proxy import FaultProxy
-from tests.stores._servers import make_bucket, moto_server, s3_environment
+from tests.support.fault_proxy import FaultProxy
+from tests.support.store_servers import make_bucket, moto_server, s3_environment
 
 BUCKET = "bench"
 OURS, DCP = "this library", "torch.distributed.checkpoint"

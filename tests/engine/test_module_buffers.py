@@ -13,10 +13,10 @@ import torch
 
 from lightning_elastic_zero import load_checkpoint
 from lightning_elastic_zero.tools.view import open_view
-from tests.foreign._fixtures import unpack
-from tests.foreign._load_assertions import refused_all
+from tests.formats._load_assertions import refused_all
 from tests.support.checkpoints import Loading, Saved, assert_refused, save_different_buffers
 from tests.support.engines import Net, Setup, engine_of
+from tests.support.foreign_checkpoints import unpack
 from tests.support.outcome import captured_log, error_text
 from tests.support.plain_checkpoints import write_dcp
 from tests.support.ranks import Pools

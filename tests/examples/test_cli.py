@@ -11,7 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.examples._cli_programs import CLI, print_configs, run_cli
+from tests.support.cli_programs import CLI, print_configs, run_cli
 from tests.support.launch import output_of_forked
 from tests.support.processes import free_port, output_of
 from tests.support.ranks import ForkServer, environment

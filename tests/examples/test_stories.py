@@ -18,7 +18,7 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 
-from tests.examples._forked_python import forked_programs
+from tests.support.forked_python import forked_programs
 from tests.support.processes import output_of
 from tests.support.ranks import ForkServer, environment
 

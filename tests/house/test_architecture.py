@@ -152,6 +152,13 @@ def runs_at_import(tree: ast.Module) -> Iterator[ast.AST]:
         pending.extend(ast.iter_child_nodes(node))
 
 
+def test_folders_of_tests_mirror_the_package() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    folders = {path.parent.name for path in (ROOT.parent / "tests").glob("*/*.py")}
+    assert folders - packages == {"house", "examples", "jobs", "releases", "support"}
+    assert folders >= packages
+
+
 def test_the_table_has_no_cycle() -> None:
     order = list(graphlib.TopologicalSorter(MAY_IMPORT).static_order())
     assert set(order) == set(MAY_IMPORT)

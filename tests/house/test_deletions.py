@@ -20,20 +20,20 @@ REMOVING = {
 }
 """Names of functions and flags that can remove or change files, on any object."""
 
-RACES = "tests/core/test_user_files.py::TestRaces::"
-DELETING = "tests/core/test_user_files.py::TestDeleting::"
-LEFT = "tests/core/test_user_files.py::TestLeftovers::"
+RACES = "tests/storage/test_user_files.py::TestRaces::"
+DELETING = "tests/storage/test_user_files.py::TestDeleting::"
+LEFT = "tests/storage/test_user_files.py::TestLeftovers::"
 PLANTED = LEFT + "test_a_link_planted_during_the_removal_is_not_followed"
-LINKS = "tests/core/test_user_files.py::TestLinks::"
-NEW_FILES = "tests/core/test_storage.py::TestChecksummedWriter::test_a_file_is_never_overwritten"
-LATEST_FILE = "tests/core/test_storage.py::TestReplaceDurably::test_only_the_named_file_changes"
+LINKS = "tests/storage/test_user_files.py::TestLinks::"
+NEW_FILES = "tests/storage/test_files.py::TestChecksummedWriter::test_a_file_is_never_overwritten"
+LATEST_FILE = "tests/storage/test_files.py::TestReplaceDurably::test_only_the_named_file_changes"
 TAKEN = RACES + "test_a_name_taken_during_the_save_is_refused"
 EXPORTS = "tests/tools/test_conversion.py::test_nothing_is_overwritten_and_"
 KILLED_EXPORT = (
     "tests/tools/test_conversion_processes.py::test_a_foreign_file_in_a_killed_conversion_is_kept"
 )
 CAME_TO_EXPORT = "tests/tools/test_conversion.py::test_a_file_that_appears_at_the_target_stays"
-DIRECTORY = "tests/core/test_directory_check.py::test_a_users_files_are_kept"
+DIRECTORY = "tests/checkpoint/test_directory_check.py::test_a_users_files_are_kept"
 SELFTEST = "tests/tools/test_selftest.py::test_selftest_holds"
 CAME = RACES + "test_a_directory_with_a_new_file_is_kept"
 
@@ -46,7 +46,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/disk_checkpoints.py", "put_in_place", "new.rename"): LINKS
     + "test_a_directory_with_a_new_file_is_kept",
     ("storage/disk_checkpoints.py", "rename_if_free", "path.rename"): (
-        "tests/core/test_staging.py::TestInterrupted::test_an_interrupt_leaves_the_old_or_the_new_checkpoint"
+        "tests/storage/test_staging.py::TestInterrupted::test_an_interrupt_leaves_the_old_or_the_new_checkpoint"
     ),
     ("storage/disk_checkpoints.py", "_remove_owner_file", "self._owner_path.unlink"): (
         RACES + "test_abandoning_leaves_foreign_files"

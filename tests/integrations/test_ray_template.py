@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.elastic.test_ray import SETTINGS, is_ray_installed
+from tests.jobs.test_ray import SETTINGS, is_ray_installed
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import ROOT, environment
 

@@ -20,8 +20,7 @@ TESTS = (
     "tests/trainer/test_directory_check.py",
     "tests/trainer/test_preemption.py",
     "tests/trainer/test_async_save.py::test_a_background_save_equals_a_blocking_save",
-    "tests/core/test_device_snapshots.py::test_without_an_accelerator_cuda_is_not_initialised",
-    "tests/core/test_background.py",
+    "tests/checkpoint/test_background.py",
 )
 """Changes of stage, world size and precision; Trainers that resume, keep checkpoints and evaluate;
 averaged gradients; and features that depend on the release: names that are checked at setup,

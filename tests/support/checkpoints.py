@@ -112,7 +112,7 @@ def load(
 ) -> StateComparison | None:
     """Load into a run with another seed and hyperparameters; ``late`` uses the copy engine."""
     from lightning_elastic_zero.api import load_checkpoint
-    from tests.engine._late_saves import load_late, save_late
+    from tests.support.late_saves import load_late, save_late
 
     with engine_of(setup, 7, tilt=3.0) as engine:
         train(engine, setup, 100, 100 + steps_before)

@@ -25,7 +25,7 @@ import lightning_elastic_zero
 from lightning_elastic_zero.cli import main
 from lightning_elastic_zero.core import progress as core_progress
 from lightning_elastic_zero.tools import report, verification
-from tests.foreign._fixtures import unpack
+from tests.support.foreign_checkpoints import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
 from tests.support.processes import HANG_TIMEOUT_S, output_of
 from tests.support.ranks import ROOT

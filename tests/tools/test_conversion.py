@@ -42,8 +42,8 @@ from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from lightning_elastic_zero.tools.view import open_view
-from tests.foreign._fixtures import unpack
 from tests.support.bits import bitwise_repr
+from tests.support.foreign_checkpoints import unpack
 from tests.support.plain_checkpoints import WholeState, make_state, write_elastic
 from tests.support.ranks import Pools
 from tests.support.small_checkpoints import names_in

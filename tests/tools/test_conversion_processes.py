@@ -58,7 +58,7 @@ def hidden(folder: Path) -> list[str]:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("to", ["fp32", "safetensors", "lightning", "universal", "dcp", "elastic"])
+@pytest.mark.parametrize("to", ["fp32", "safetensors", "lightning", "universal", "dcp"])
 def test_a_killed_conversion_is_removed_by_the_next(to: str, tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), 3, 2)
     folder = tmp_path / "out"
@@ -74,7 +74,7 @@ def test_a_killed_conversion_is_removed_by_the_next(to: str, tmp_path: Path) -> 
         assert not (folder / "target").exists()
     convert_checkpoint(source, folder / "target", to)
     assert names_in(folder) == ["other", "target"]
-    if to in {"universal", "dcp", "elastic"}:
+    if to in {"universal", "dcp"}:
         assert fingerprint_checkpoint(folder / "target") == fingerprint_checkpoint(source)
 
 
@@ -204,7 +204,6 @@ def save_with_deepspeed(folder: str, stage: int) -> None:
 
 SOURCES = [
     *((kind, "safetensors") for kind in ("universal", "lightning", "zero2", "zero3")),
-    ("zero2", "elastic"),
     ("zero3", "fp32"),
 ]
 """Checkpoints that are read by ranges, and targets; no file is read as a whole."""

@@ -12,7 +12,7 @@ import torch
 
 from lightning_elastic_zero import cli
 from lightning_elastic_zero.tools.differences import compare_values, diff_checkpoints
-from tests.foreign._fixtures import unpack
+from tests.support.foreign_checkpoints import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
 
 Run = Callable[..., tuple[int, str, str]]

@@ -23,7 +23,7 @@ from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.view import OpenCheckpoint, open_view
-from tests.foreign._fixtures import names, unpack
+from tests.support.foreign_checkpoints import names, unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
 from tests.tools._other_software import trained
 

@@ -20,7 +20,7 @@ from lightning_elastic_zero.core.fingerprint import (
     scalars_part,
 )
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint, tensor_fingerprints
-from tests.foreign._fixtures import unpack
+from tests.support.foreign_checkpoints import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
 
 Run = Callable[..., tuple[int, str, str]]

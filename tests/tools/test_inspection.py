@@ -17,7 +17,7 @@ from lightning_elastic_zero.tools.inspection import (
     state_bytes,
     weight_bytes,
 )
-from tests.foreign._fixtures import unpack
+from tests.support.foreign_checkpoints import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
 
 Run = Callable[..., tuple[int, str, str]]

@@ -41,7 +41,7 @@ from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_chec
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
-from tests.foreign._fixtures import unpack
+from tests.support.foreign_checkpoints import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
 from tests.support.processes import finishes
 

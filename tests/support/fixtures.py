@@ -1,0 +1,176 @@
+"""Fixtures that tests of several folders use: ranks, checkpoints of real engines, object stores."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import pytest
+
+from tests.support.checkpoints import Saved, train_and_save
+from tests.support.devices import DEVICE, DeviceRanks, skip_without_devices
+from tests.support.engines import Setup
+from tests.support.fault_proxy import FaultProxy
+from tests.support.late_saves import train_and_save_late
+from tests.support.processes import remove_shared_memory
+from tests.support.ranks import ForkServer, Pools
+from tests.support.store_servers import (
+    azurite_command,
+    azurite_server,
+    make_bucket,
+    moto_server,
+    s3_environment,
+)
+
+T = TypeVar("T")
+OnDevice: TypeAlias = Callable[[int, Callable[[], T]], list[T]]
+
+
+@pytest.fixture(scope="session")
+def seed(pytestconfig: pytest.Config) -> int:
+    """Return the seed of random choices."""
+    return int(pytestconfig.getoption("--hypothesis-seed") or 0)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Yield the process that all ranks are forked from."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def pools(device: str, request: pytest.FixtureRequest) -> Iterator[Pools]:
+    """Yield worlds of CPU ranks for plain engines.
+
+    On a machine with a GPU, the imports started a thread, after which no rank can be forked.
+    """
+    new = DeviceRanks("cpu") if device == "cuda" else None
+    started = Pools(new or request.getfixturevalue("fork_server"))
+    yield started
+    started.close()
+    if new:
+        new.close()
+
+
+@pytest.fixture
+def own_pools(fork_server: ForkServer) -> Iterator[Pools]:
+    """Yield worlds of ranks for one test: they have no connection to a store yet."""
+    pools = Pools(fork_server)
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="session")
+def worlds(fork_server: ForkServer) -> Iterator[Pools]:
+    """Yield worlds of ranks for Trainers."""
+    started = Pools(fork_server)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """Return the device of ``--device``: ``"cpu"`` or ``"cuda"``."""
+    return pytestconfig.stash[DEVICE]
+
+
+@pytest.fixture(scope="session")
+def device_pools(device: str, request: pytest.FixtureRequest) -> Iterator[Pools]:
+    """Yield worlds of ranks on that device; without the option, ``pools`` on CPUs."""
+    if device == "cpu" and not request.config.getoption("--device"):
+        yield request.getfixturevalue("pools")
+        return
+    ranks = DeviceRanks(device)
+    started = Pools(ranks)
+    yield started
+    started.close()
+    ranks.close()
+
+
+@pytest.fixture
+def on_device(device: str, device_pools: Pools) -> OnDevice[T]:
+    """Return a function that runs a call on all ranks of a world, and skips without devices."""
+
+    def run(world: int, call: Callable[[], T]) -> list[T]:
+        skip_without_devices(device, world)
+        return device_pools.run(world, call)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def saved_by(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
+    """Return a function that saves a run once per session.
+
+    With ``late``, it saves through the adversarial copy engine.
+    """
+    folder: Path = tmp_path_factory.mktemp("saved")
+    made: dict[str, Saved] = {}
+
+    def get(setup: Setup, *, steps: int = 3, late: bool = False, **options: Any) -> Saved:
+        name = f"{setup!r}-{steps}-{late}-{sorted(options.items())}"
+        if name not in made:
+            saved = Saved(setup, str(folder / f"{len(made)}.ckpt"), options)
+            run = partial(train_and_save, saved, steps=steps)
+            pools.run(setup.world, partial(train_and_save_late, saved) if late else run)
+            made[name] = saved
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def moto_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Yield the port of an S3 server for this session; skip without its packages."""
+    pytest.importorskip("obstore")
+    pytest.importorskip("moto.server")
+    with moto_server(tmp_path_factory.mktemp("moto") / "log") as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def azurite_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Yield the port of an Azure blob server for this session; skip without it."""
+    pytest.importorskip("obstore")
+    program = azurite_command()
+    if program is None:
+        pytest.skip("azurite is not installed: npm install --prefix .cache/azurite azurite@3.37")
+    with azurite_server(program, tmp_path_factory.mktemp("azurite") / "log") as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(moto_port: int) -> Iterator[FaultProxy]:
+    """Yield a proxy in front of the S3 server."""
+    with FaultProxy(moto_port) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="session")
+def s3(moto_port: int) -> tuple[str, Mapping[str, str]]:
+    """Return the URL of a bucket and the environment of its clients."""
+    make_bucket(moto_port, "engines")
+    return "s3://engines", s3_environment(f"http://127.0.0.1:{moto_port}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def remove_memory_of_killed_ranks() -> Iterator[None]:
+    """Remove it after each file, because many kills would fill the memory during the session."""
+    yield
+    remove_shared_memory()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def restore_sigint() -> None:
+    """Make SIGINT raise KeyboardInterrupt.
+
+    Shells start background commands with SIGINT ignored, and child processes inherit this. Some
+    tests send SIGINT to their own processes.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,142 @@
+"""ModelCheckpoint and ckpt_path with a folder in an object store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from lightning_elastic_zero.errors import ElasticZeroError
+from tests.support.fits import FitSpec, fit
+from tests.support.ranks import Pools
+from tests.support.store_servers import with_environment
+
+pytestmark = pytest.mark.engine
+S3 = tuple[str, Mapping[str, str]]
+
+
+def names_in(url: str) -> dict[str, str]:
+    """Return the names in a folder of a store, with the targets of links; nothing else is there."""
+    from lightning_elastic_zero.storage.folders import folder_at
+    from lightning_elastic_zero.storage.object_store import StorePath
+
+    folder = folder_at(url)
+    assert isinstance(folder.path, StorePath)
+    assert not folder.path.store.entries(folder.path.key)[1]
+    return {
+        entry.path.name: entry.follow_links().path.name if entry.is_link() else ""
+        for entry in sorted(folder.entries(), key=str)
+    }
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "background"])
+def test_a_run_continues_from_its_last_checkpoint(
+    pools: Pools, s3: S3, *, async_save: bool
+) -> None:
+    """On another number of devices; one checkpoint of the best k and one of the last are kept."""
+    bucket, environment = s3
+    run = partial(with_environment, environment)
+    kept = {"save_top_k": 1, "monitor": "val_loss", "save_last": True, "filename": "{step}"}
+    url = f"{bucket}/{uuid4()}/kept"
+    plan = FitSpec(url, checkpoint=kept, strategy={"async_save": async_save})
+    first = pools.run(2, partial(run, partial(fit, plan)))[0]
+    assert first["best"].startswith(url)
+    resumed = replace(plan, epochs=2, ckpt_path="last", seed=1)
+    second = pools.run(1, partial(run, partial(fit, resumed)))[0]
+    assert second["start"] == first["end"]
+    assert (first["epoch"], second["epoch"]) == (1, 2)
+    assert second["read"] > 0
+    names = pools.run(1, partial(run, partial(names_in, url)))[0]
+    assert set(names) == {"last.ckpt", second["best"].rpartition("/")[2]}
+    best = replace(plan, epochs=3, ckpt_path=second["best"], seed=2)
+    third = pools.run(3, partial(run, partial(fit, best)))[0]
+    assert third["start"] == second["end"]
+
+
+@pytest.mark.parametrize("folder", ["", "/mein Lauf ä=1 #+%25&~/"], ids=["plain", "special"])
+def test_last_is_a_link(pools: Pools, s3: S3, folder: str) -> None:
+    """``last.ckpt`` names the newest of the best k; a run continues from it."""
+    bucket, environment = s3
+    run = partial(with_environment, environment)
+    kept = {
+        "save_top_k": 1,
+        "monitor": "step",
+        "mode": "max",
+        "filename": "{epoch}",
+        "save_last": "link",
+    }
+    plan = FitSpec(f"{bucket}/{uuid4()}{folder}", checkpoint=kept)
+    first = pools.run(2, partial(run, partial(fit, plan)))[0]
+    names = pools.run(1, partial(run, partial(names_in, plan.root)))[0]
+    assert names == {"epoch=0.ckpt": "", "last.ckpt": "epoch=0.ckpt"}
+    resumed = replace(plan, epochs=2, ckpt_path="last", seed=1)
+    second = pools.run(3, partial(run, partial(fit, resumed)))[0]
+    assert second["start"] == first["end"]
+    names = pools.run(1, partial(run, partial(names_in, plan.root)))[0]
+    assert names["last.ckpt"] == "epoch=1.ckpt"
+
+
+def failed(plan: FitSpec) -> str:
+    """Return the prompt error of a fit; errors of other kinds end the test."""
+    began = time.monotonic()
+    try:
+        fit(plan)
+    except ElasticZeroError as error:
+        assert time.monotonic() - began < 40.0
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_file_urls(pools: Pools, tmp_path: Path) -> None:
+    """A ``ckpt_path`` may be one. A ``dirpath`` may not, since Lightning changes it."""
+    plan = FitSpec(str(tmp_path / "run"))
+    first = pools.run(2, partial(fit, plan))[0]
+    resumed = replace(plan, epochs=2, ckpt_path=f"file://{tmp_path}/run/last.ckpt", seed=1)
+    assert pools.run(1, partial(fit, resumed))[0]["start"] == first["end"]
+    refused = pools.run(2, partial(failed, replace(plan, root=f"file://{tmp_path}/other")))
+    assert all("Pass a path instead of a file:// URL" in each for each in refused), refused
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "last", "s3://no-such-bucket/run/a.ckpt"])
+def test_a_missing_bucket_is_named_on_all_ranks(
+    pools: Pools, s3: S3, ckpt_path: str | None
+) -> None:
+    """The request is not repeated, since the bucket does not appear by itself."""
+    bucket, environment = s3
+    root = f"{bucket}/{uuid4()}" if ckpt_path not in {None, "last"} else "s3://no-such-bucket/run"
+    plan = FitSpec(root, ckpt_path=ckpt_path)
+    errors = pools.run(2, partial(with_environment, environment, partial(failed, plan)))
+    kind = "CheckpointNotFoundError" if ckpt_path else "SaveError"
+    assert all(kind in each and "no such bucket" in each for each in errors), errors
+
+
+def refuse_list(plan: FitSpec) -> str:
+    """Fit while the store refuses rank 0's list requests."""
+    from torch import distributed
+
+    from lightning_elastic_zero.storage.object_store import Store
+
+    def entries(store: Store, prefix: str, *_: object) -> object:
+        if distributed.get_rank():
+            return entries_of_store(store, prefix)
+        raise PermissionError(13, "access denied", f"{store.root}/{prefix}")
+
+    entries_of_store = Store.entries
+    Store.entries = entries  # type: ignore[method-assign,assignment]
+    try:
+        return failed(plan)
+    finally:
+        Store.entries = entries_of_store  # type: ignore[method-assign]
+
+
+def test_a_failed_list_of_rank_0_is_raised_on_all_ranks(pools: Pools, s3: S3) -> None:
+    """The other ranks do not wait for it."""
+    bucket, environment = s3
+    plan = FitSpec(f"{bucket}/{uuid4()}")
+    errors = pools.run(2, partial(with_environment, environment, partial(refuse_list, plan)))
+    assert all("access denied" in each for each in errors), errors
