@@ -224,6 +224,11 @@ def is_interrupted(trainer: pl.Trainer) -> bool:
     return trainer.state.status == TrainerStatus.INTERRUPTED
 
 
+def is_ending(progress: Any) -> bool:
+    """Whether a batch or epoch is done, but the hooks at its end are not."""
+    return bool(progress.current.completed < progress.current.processed)
+
+
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     """Return the trainer's callbacks, which Lightning does not declare."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]

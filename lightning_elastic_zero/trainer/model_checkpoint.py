@@ -40,11 +40,13 @@ from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.trainer.accumulation import pending_micro_batches
-from lightning_elastic_zero.trainer.lightning import is_fitting
+from lightning_elastic_zero.trainer.lightning import is_ending, is_fitting
 
 T = TypeVar("T")
 
 BATCH_END = "on_train_batch_end"
+EPOCH_END = "on_train_epoch_end"
+VALIDATION_END = "on_validation_end"
 
 
 def _save_at_step(callback: ModelCheckpoint, trainer: pl.Trainer, *of_batch: Any) -> None:
@@ -147,7 +149,8 @@ class ModelCheckpointHooks:
         self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str
     ) -> None:
         """Link the last checkpoint, or save it if the best k did not keep it."""
-        if _is_missing(callback, trainer):
+        hook = _running_hook(trainer) if self._loaded is None else self._loaded.hook
+        if _is_missing(callback, trainer, hook):
             callback._save_checkpoint(trainer, linkpath)
             return
         self._link(trainer, filepath, linkpath)
@@ -243,7 +246,7 @@ class ModelCheckpointHooks:
     def _repeat_hook(self, trainer: pl.Trainer, callback: ModelCheckpoint, hook: str) -> None:
         """Make the saves of a callback in a hook."""
         # The next epoch has begun after on_train_epoch_end.
-        epochs_since = int(hook == "on_train_epoch_end")
+        epochs_since = int(hook == EPOCH_END)
 
         def save(_: pl.Trainer, path: str) -> None:
             if _on_rank_zero(trainer, lambda: self._is_made(path)):
@@ -348,16 +351,25 @@ def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:
         callback.best_model_path, callback.best_model_score = path, scores.get(path)
 
 
-def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
-    """Whether a save was due and nothing of this step was kept.
+def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer, hook: str) -> bool:
+    """Whether a save is due in a hook and nothing of this step was kept.
 
-    Lightning creates a link at the end of each epoch or validation, even if no save was due.
+    Lightning creates a link also at the end of an epoch or validation in which no save is due.
     """
     if callback._last_global_step_saved == trainer.global_step:
         return False
-    steps, epochs = callback._every_n_train_steps, callback._every_n_epochs
-    by_steps = steps >= 1 and trainer.global_step % steps == 0
-    return by_steps or (epochs >= 1 and (trainer.current_epoch + 1) % epochs == 0)
+    is_deferred = getattr(callback, "_defer_save_until_validation", False)
+    if hook == BATCH_END or (hook == VALIDATION_END and is_deferred):
+        return True
+    epochs = callback._every_n_epochs
+    return epochs >= 1 and (trainer.current_epoch + 1) % epochs == 0
+
+
+def _running_hook(trainer: pl.Trainer) -> str:
+    """Return the hook in which a callback creates a link."""
+    if trainer.validating:
+        return VALIDATION_END
+    return BATCH_END if is_ending(trainer.fit_loop.epoch_loop.batch_progress) else EPOCH_END
 
 
 def _is_there(path: str) -> bool:
@@ -419,7 +431,7 @@ def saves_of(trainer: pl.Trainer, path: str, hook: str) -> dict[str, dict[str, A
             deferred = bool(getattr(callback, "_defer_save_until_validation", False))
             saves[callback.state_key] = {
                 "step": step,
-                "deferred": deferred and not (is_saving and hook == "on_validation_end"),
+                "deferred": deferred and not (is_saving and hook == VALIDATION_END),
                 "dirpath": str(callback.dirpath),
             }
     return saves

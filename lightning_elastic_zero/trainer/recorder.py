@@ -31,6 +31,7 @@ from lightning_elastic_zero.trainer.lightning import (
     data_fetcher,
     early_stopping_of,
     exhausted_loaders,
+    is_ending,
     is_fitting,
     is_interrupted,
     known_callback_metrics,
@@ -46,7 +47,12 @@ from lightning_elastic_zero.trainer.loaders import (
     samples_per_step,
 )
 from lightning_elastic_zero.trainer.metrics import ENDING, EpochMetrics
-from lightning_elastic_zero.trainer.model_checkpoint import saves_of
+from lightning_elastic_zero.trainer.model_checkpoint import (
+    BATCH_END,
+    EPOCH_END,
+    VALIDATION_END,
+    saves_of,
+)
 from lightning_elastic_zero.trainer.prepared_loaders import PreparedLoaders
 
 RANDOM_BEFORE_FETCH = "random_before_fetch"
@@ -222,8 +228,8 @@ class RunRecorder:
         loop: Any = trainer.fit_loop
         # A stop inside an epoch also calls the hooks at its end, but the epoch is not over.
         is_next = record.position.epoch == loop.epoch_progress.current.processed
-        ending = is_next and _is_ending(loop.epoch_progress)
-        batch_ending = _is_ending(loop.epoch_loop.batch_progress) or trainer.validating
+        ending = is_next and is_ending(loop.epoch_progress)
+        batch_ending = is_ending(loop.epoch_loop.batch_progress) or trainer.validating
         is_stopping = is_fitting(trainer) and trainer.should_stop
         has_stopped = any(map(_has_stopped, early_stopping_of(trainer)))
         results: dict[str, Any] = {}
@@ -374,11 +380,11 @@ def _batches_done(trainer: pl.Trainer) -> int:
 def _hook_of(trainer: pl.Trainer, *, ending: bool, validated: bool) -> str:
     """Return the hook in which a ``ModelCheckpoint`` saves now."""
     if ending:
-        return "on_train_epoch_end"
+        return EPOCH_END
     if validated:
-        return "on_validation_end"
-    in_batch = is_fitting(trainer) and _is_ending(trainer.fit_loop.epoch_loop.batch_progress)
-    return "on_train_batch_end" if in_batch and not trainer.validating else ""
+        return VALIDATION_END
+    in_batch = is_fitting(trainer) and is_ending(trainer.fit_loop.epoch_loop.batch_progress)
+    return BATCH_END if in_batch and not trainer.validating else ""
 
 
 def _has_stopped(callback: EarlyStopping) -> bool:
@@ -388,11 +394,6 @@ def _has_stopped(callback: EarlyStopping) -> bool:
     # With patience=0, the callback also waits once before it stops.
     has_waited = callback.wait_count >= max(callback.patience, 1)
     return is_given or callback.stopped_epoch > 0 or has_waited
-
-
-def _is_ending(progress: Any) -> bool:
-    """Whether a batch or epoch is done, but the hooks at its end are not."""
-    return bool(progress.current.completed < progress.current.processed)
 
 
 def _batch_counts(trainer: pl.Trainer, batches: BatchSettings | None) -> dict[str, Any]:

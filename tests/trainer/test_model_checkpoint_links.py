@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed import comm
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
@@ -25,10 +27,17 @@ from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage.folders import folder_at
+from tests.support.fits import Data, RegressionNet, elastic, quiet_trainer
 from tests.support.outcome import error_text
 from tests.support.ranks import Pools
 from tests.support.small_checkpoints import before_each_syscall
-from tests.trainer._async_save import AsyncSaveSpec, elastic_strategy_of, is_published, kept
+from tests.trainer._async_save import (
+    AsyncSaveSpec,
+    elastic_strategy_of,
+    is_published,
+    kept,
+    step_of,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -100,6 +109,94 @@ def test_last_is_the_newest_save(pools: Pools, tmp_path: Path, *, async_save: bo
     rarely.checkpoint = options | {"every_n_epochs": 2}
     for seen in pools.run(2, partial(watch_the_last, rarely, [0.0, 1.0, 9.0, 0.5])):
         assert seen == [("", 0), ("step=4.ckpt", 4), ("step=4.ckpt", 4), ("step=4.ckpt", 8)]
+
+
+class Due(Callback):
+    """Makes a ``train_time_interval`` end at given steps; records the step of ``last.ckpt``."""
+
+    def __init__(self, last: Path, by_time: list[int]) -> None:
+        self.last, self.by_time = last, by_time
+        self.seen: dict[int, int] = {}
+
+    def look(self, trainer: pl.Trainer) -> None:
+        elastic_strategy_of(trainer).wait_for_save()
+        is_there = is_published(self.last)
+        self.seen[trainer.global_step] = step_of(self.last) if is_there else 0
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.look(trainer)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        for callback in trainer.checkpoint_callbacks:
+            is_due = trainer.global_step in self.by_time
+            callback._last_time_checked = -math.inf if is_due else math.inf  # type: ignore[attr-defined]
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.look(trainer)
+
+
+class FallingScore(RegressionNet):
+    """Logs a score that is best in the first step; ``score_of_epoch`` after each epoch only."""
+
+    @override
+    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
+        self.log("score", -float(self.global_step))
+        return super().training_step(batch, _)
+
+    @override
+    def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
+        self.log("score_of_epoch", -float(self.global_step))
+
+
+def last_after_each_step(
+    root: str, save_last: Any, saves: dict[str, Any], options: dict[str, Any], by_time: list[int]
+) -> dict[int, int]:
+    """Train three epochs of two steps; return the step of ``last.ckpt`` after each step."""
+    due = Due(Path(root) / "last.ckpt", by_time)
+    saves = {"monitor": "score", "mode": "max", "filename": "{step}", **saves}
+    saving = ModelCheckpoint(root, save_last=save_last, **saves)
+    trainer = quiet_trainer(elastic(), due, saving, max_epochs=3, **options)
+    trainer.fit(FallingScore(), Data())
+    return due.seen
+
+
+BY_TIME = {"train_time_interval": timedelta(days=1)}
+BY_STEP = {"val_check_interval": 0.5}
+"""Validate after each step."""
+
+
+@pytest.mark.parametrize("save_last", ["link", True])
+@pytest.mark.parametrize(
+    ("saves", "options", "due"),
+    [
+        (BY_TIME, {}, [1, 3, 4]),
+        ({**BY_TIME, "monitor": "score_of_epoch", "save_on_train_epoch_end": False}, {}, [2, 4, 5]),
+        ({"every_n_train_steps": 2}, {}, [2, 4, 6]),
+        ({"every_n_train_steps": 3}, {}, [3, 6]),
+        ({"every_n_epochs": 2}, {}, [4]),
+        ({}, {}, [2, 4, 6]),
+        ({}, BY_STEP, [1, 2, 3, 4, 5, 6]),
+    ],
+    ids=["time", "time, deferred", "last step", "steps", "epochs", "each epoch", "each validation"],
+)
+def test_last_is_the_newest_due_save_even_if_the_best_k_reject_it(
+    saves: dict[str, Any],
+    options: dict[str, Any],
+    due: list[int],
+    save_last: Any,
+    pools: Pools,
+    tmp_path: Path,
+) -> None:
+    """With ``save_last=True``, Lightning does so for steps and times, not for epochs."""
+    run = partial(last_after_each_step, str(tmp_path), save_last, saves, options, due)
+    is_of_epochs = not saves.keys() & {"train_time_interval", "every_n_train_steps"}
+    kept = due[:1] if is_of_epochs and save_last is True else due
+    expected = {at: max((step for step in kept if step <= at), default=0) for at in range(7)}
+    for seen in pools.run(2, run):
+        assert seen == expected
 
 
 class LinksFail:
