@@ -17,6 +17,7 @@ from lightning_elastic_zero.checkpoint.types import (
     LoadOptions,
     LoadResult,
     SaveOptions,
+    SaveRequest,
 )
 from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL_TIMEOUT_S, Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
@@ -170,7 +171,7 @@ def save_checkpoint(
     live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("save", live, path, times)) as ranks:
         warn_of_open_window(live, path, ranks)
-        return save_engine(live, path, ranks, client, options, own)
+        return save_engine(SaveRequest(live, path, client, options, own), ranks)
 
 
 def load_checkpoint(

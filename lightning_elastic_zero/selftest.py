@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import start_processes
 from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint.directory_check import scratch_folder
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.checkpoint.types import SaveRequest
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.store import hosted_store
 from lightning_elastic_zero.core.requirements import version_of
@@ -295,9 +295,9 @@ def _save_in_background(engine: Any, path: Path) -> None:
     manager.start(LiveEngine(engine), engine.global_rank, [path.parent])
     try:
         with closing(manager.training_ranks()) as ranks:
-            what = (LiveEngine(engine), path, ranks, _CLIENT, SaveOptions())
-            if not manager.save_async(*what):  # The host has no memory for a copy.
-                manager.save(*what)
+            request = SaveRequest(LiveEngine(engine), path, _CLIENT)
+            if not manager.save_async(request, ranks):  # The host has no memory for a copy.
+                manager.save(request, ranks)
             train(engine, 3, 4)
             manager.wait_until_finished(ranks)
     finally:

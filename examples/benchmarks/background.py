@@ -77,6 +77,7 @@ class BenchmarkEngine:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+        from lightning_elastic_zero.checkpoint.types import SaveRequest
         from lightning_elastic_zero.coordination.liveness import Timeouts
         from lightning_elastic_zero.coordination.ranks import connect_ranks
         from lightning_elastic_zero.engine.live import LiveEngine
@@ -86,9 +87,10 @@ class BenchmarkEngine:
         self.folder = folder
         self.step()
         self.ranks = connect_ranks()
-        self.handle = LiveEngine(self.engine)
+        handle = LiveEngine(self.engine)
+        self.request = SaveRequest(handle, folder / "ours.ckpt")
         self.manager = CheckpointManager(Timeouts(), background=True)
-        self.manager.start(self.handle, distributed.get_rank())
+        self.manager.start(handle, distributed.get_rank())
         self.gloo = distributed.new_group(backend="gloo")
         self.tensors = rank_tensors(self.engine)
         self.raw = RawWrite(folder / f"raw-{distributed.get_rank()}", self.tensors)
@@ -111,18 +113,13 @@ class BenchmarkEngine:
         self.engine.save_checkpoint(str(self.folder / "stock"), tag="checkpoint")
         sync_tree(self.folder / "stock")
 
-    def _what(self) -> tuple[Any, Path, Any, dict[str, Any], Any]:
-        from lightning_elastic_zero.checkpoint.types import SaveOptions
-
-        return self.handle, self.folder / "ours.ckpt", self.ranks, {}, SaveOptions()
-
     def save_blocking(self) -> None:
         """Save while training waits."""
-        self.manager.save(*self._what())
+        self.manager.save(self.request, self.ranks)
 
     def save_async(self) -> None:
         """Save in the background."""
-        if not self.manager.save_async(*self._what()):
+        if not self.manager.save_async(self.request, self.ranks):
             raise RuntimeError(NO_ROOM)
 
     def wait_until_finished(self) -> None:

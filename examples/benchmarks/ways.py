@@ -181,7 +181,7 @@ class _Background:
 
     def __init__(self, engine: Any, path: Path) -> None:
         from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-        from lightning_elastic_zero.checkpoint.types import SaveOptions
+        from lightning_elastic_zero.checkpoint.types import SaveRequest
         from lightning_elastic_zero.coordination.liveness import Timeouts
         from lightning_elastic_zero.coordination.ranks import connect_ranks
         from lightning_elastic_zero.engine.live import LiveEngine
@@ -190,11 +190,11 @@ class _Background:
         handle = LiveEngine(engine)
         self._manager = CheckpointManager(Timeouts(), background=True)
         self._manager.start(handle, distributed.get_rank())
-        self._arguments: Any = (handle, path, self._ranks, {}, SaveOptions())
+        self._request = SaveRequest(handle, path)
 
     def call(self) -> None:
         """Begin to save."""
-        if not self._manager.save_async(*self._arguments):
+        if not self._manager.save_async(self._request, self._ranks):
             raise RuntimeError(NO_ROOM)
 
     def wait(self) -> None:

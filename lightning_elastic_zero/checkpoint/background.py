@@ -27,10 +27,9 @@ from lightning_elastic_zero.checkpoint.save import (
 )
 from lightning_elastic_zero.checkpoint.snapshot import Snapshot, Snapshotter
 from lightning_elastic_zero.checkpoint.streams import current_device, use_device
-from lightning_elastic_zero.checkpoint.types import NOTHING, CheckpointStats, SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveRequest
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
@@ -174,15 +173,7 @@ class AsyncCheckpointer:
         return self._job is not None and not self._job.over.is_set()
 
     @torch.inference_mode(mode=False)  # Its copies are filled by threads that are not in it.
-    def save(
-        self,
-        engine: LiveEngine,
-        path: str | os.PathLike[str],
-        ranks: Ranks,
-        client_state: Mapping[str, Any],
-        options: SaveOptions,
-        rank_state: Mapping[str, Any] = NOTHING,
-    ) -> bool:
+    def save(self, request: SaveRequest, ranks: Ranks) -> bool:
         """Save a snapshot during training, after the save before has ended. Collective.
 
         Returns False, and saves nothing, if the state should not be copied; rank 0 says why once.
@@ -193,7 +184,7 @@ class AsyncCheckpointer:
         """
         began = time.monotonic()
         with self._reporting_once():
-            snapshot = self._take_snapshot(engine, path, ranks, client_state, options, rank_state)
+            snapshot = self._take_snapshot(request, ranks)
         if snapshot is None:
             return False
         job = BackgroundSave(snapshot, self._ranks, self._queue, self._published, began)
@@ -203,19 +194,11 @@ class AsyncCheckpointer:
             job.release_files()
             raise
         self._job = job
-        if engine.updates_state_before_step():
+        if request.engine.updates_state_before_step():
             self.wait_for_copies()
         return True
 
-    def _take_snapshot(
-        self,
-        engine: LiveEngine,
-        path: str | os.PathLike[str],
-        ranks: Ranks,
-        client_state: Mapping[str, Any],
-        options: SaveOptions,
-        rank_state: Mapping[str, Any],
-    ) -> Snapshot | None:
+    def _take_snapshot(self, request: SaveRequest, ranks: Ranks) -> Snapshot | None:
         """Take a snapshot on every rank, or return None on every rank."""
         contents: ShardContents
         taken: list[Snapshot] = []
@@ -230,15 +213,15 @@ class AsyncCheckpointer:
             self._wait(ranks.progress)
             self._job = None  # with the snapshot, whose memory may have to be replaced
             # A target that is refused is refused here, not at the next save.
-            contents = collect(engine, path, ranks.rank, client_state, options, rank_state)
-            if engine.keeps_state_in_files():
+            contents = collect(request, ranks.rank)
+            if request.engine.keeps_state_in_files():
                 return "offload to NVMe keeps the state in files"
             if size_bytes := self._snapshotter.missing_bytes(contents):
                 return Demand(size_bytes, memory_pools()).to_plain()
             take()
             return ""
 
-        answers = ranks.all_gather(f"save {path}: take a snapshot", take_or_object)
+        answers = ranks.all_gather(f"save {request.path}: take a snapshot", take_or_object)
         demands = [Demand.from_plain(each) for each in answers if isinstance(each, Mapping)]
         reasons = [*filter(None, (each for each in answers if isinstance(each, str)))]
         if why := (reasons or [find_shortage(demands)])[0]:
@@ -247,7 +230,7 @@ class AsyncCheckpointer:
             self._has_warned = True
             return None
         if demands:
-            ranks.run_all(f"save {path}: allocate memory and take a snapshot", take)
+            ranks.run_all(f"save {request.path}: allocate memory and take a snapshot", take)
         return taken[0]
 
     def wait_for_copies(self) -> None:

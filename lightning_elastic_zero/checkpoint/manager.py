@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from lightning_elastic_zero.checkpoint.background import DRAIN_TIMEOUT_S, AsyncCheckpointer
 from lightning_elastic_zero.checkpoint.file_queue import FileQueue
-from lightning_elastic_zero.checkpoint.save import (
-    save_engine,
-)
+from lightning_elastic_zero.checkpoint.save import save_engine
 from lightning_elastic_zero.checkpoint.streams import current_device
-from lightning_elastic_zero.checkpoint.types import NOTHING, CheckpointStats, SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveRequest
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.engine.live import LiveEngine
@@ -89,39 +87,21 @@ class CheckpointManager:
 
     # -- saving ------------------------------------------------------------------------------
 
-    def save(
-        self,
-        engine: LiveEngine,
-        path: str | os.PathLike[str],
-        ranks: Ranks,
-        client_state: Mapping[str, Any],
-        options: SaveOptions,
-        rank_state: Mapping[str, Any] = NOTHING,
-    ) -> None:
+    def save(self, request: SaveRequest, ranks: Ranks) -> None:
         """Save while training waits. Collective; no save is in flight (``wait_until_finished``)."""
         self._queue.delete_waiting()
-        stats = save_engine(engine, path, ranks, client_state, options, rank_state)
+        stats = save_engine(request, ranks)
         if self._is_rank_zero:
             saved = self._queue.begin_save(folder_at(stats.path))
             self._queue.end_save(saved, published=True)
         self._record(stats)
 
-    def save_async(
-        self,
-        engine: LiveEngine,
-        path: str | os.PathLike[str],
-        ranks: Ranks,
-        client_state: Mapping[str, Any],
-        options: SaveOptions,
-        rank_state: Mapping[str, Any] = NOTHING,
-    ) -> bool:
+    def save_async(self, request: SaveRequest, ranks: Ranks) -> bool:
         """Save in the background after the save before has ended. Collective.
 
         Returns False, and saves nothing, outside of a run, or if the state should not be copied.
         """
-        if self._writer is None:
-            return False
-        return self._writer.save(engine, path, ranks, client_state, options, rank_state)
+        return self._writer is not None and self._writer.save(request, ranks)
 
     @property
     def last_save(self) -> CheckpointStats | None:

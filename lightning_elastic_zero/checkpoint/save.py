@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import uuid
@@ -20,9 +19,9 @@ from lightning_elastic_zero.checkpoint.consistency import (
 )
 from lightning_elastic_zero.checkpoint.extra_state import warn_of_unsaved, with_extra_states
 from lightning_elastic_zero.checkpoint.types import (
-    NOTHING,
     CheckpointStats,
     SaveOptions,
+    SaveRequest,
     io_progress,
     manifest_to_save,
     state_to_save,
@@ -40,7 +39,6 @@ from lightning_elastic_zero.core.manifest import (
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import format_tree_path
-from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.support import recovery_script
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.client_state import (
@@ -92,25 +90,11 @@ class Cancellation:
             self.committed = True
 
 
-def save_engine(
-    engine: LiveEngine,
-    path: str | os.PathLike[str],
-    ranks: Ranks,
-    client_state: Mapping[str, Any],
-    options: SaveOptions,
-    rank_state: Mapping[str, Any] = NOTHING,
-) -> CheckpointStats:
+def save_engine(request: SaveRequest, ranks: Ranks) -> CheckpointStats:
     """Save an engine while training waits; collective. See ``lightning_elastic_zero.api``.
 
-    A checkpoint at the same path stays until the new one is published.
-
-    Args:
-        engine: the engine.
-        path: the checkpoint directory.
-        ranks: the ranks of the training threads.
-        client_state: the trainer's state; rank 0's is saved for all ranks.
-        options: the options.
-        rank_state: this rank's own state.
+    A checkpoint at the same path stays until the new one is published. ``ranks`` are those of the
+    training threads.
 
     Raises:
         SaveError: the checkpoint could not be written; the last published one is intact.
@@ -119,11 +103,8 @@ def save_engine(
     """
     began = time.monotonic()
 
-    def look() -> ShardContents:
-        return collect(engine, path, ranks.rank, client_state, options, rank_state)
-
-    step = f"save: look at the engine {engine.at_step()}"
-    stats = _write(ranks, step, look, Cancellation())
+    step = f"save: look at the engine {request.engine.at_step()}"
+    stats = _write(ranks, step, lambda: collect(request, ranks.rank), Cancellation())
     seconds = time.monotonic() - began
     return replace(stats, seconds=seconds, waited_s=seconds)
 
@@ -180,14 +161,7 @@ class _Written:
         return cls(files, plain["kept"], differences, plain["requests"])
 
 
-def collect(
-    engine: LiveEngine,
-    path: str | os.PathLike[str],
-    rank: int,
-    client_state: Mapping[str, Any],
-    options: SaveOptions,
-    rank_state: Mapping[str, Any] = NOTHING,
-) -> ShardContents:
+def collect(request: SaveRequest, rank: int) -> ShardContents:
     """Return the state of the engine and trainer that this rank writes, by reference.
 
     Rank 0 also restores or refuses the target of an interrupted save.
@@ -196,7 +170,7 @@ def collect(
         SaveError: on rank 0, the path must not be replaced.
         UnsupportedError: part of the state cannot be saved.
     """
-    target = parse_path(path)
+    engine, options, target = request.engine, request.options, parse_path(request.path)
     engine.check()
     manifest = manifest_to_save(engine.describe(), options)
     state = engine.rank_state(
@@ -212,13 +186,13 @@ def collect(
             "the module's buffers": dict(state.module_buffers),
         }
     )
-    client = dict(with_extra_states(client_state, engine.module(), options))
+    client = dict(with_extra_states(request.client_state, engine.module(), options))
     if state.optimizer_state and not manifest.weights_only:
         client[OPTIMIZER_STATE] = dict(state.optimizer_state)
     if rank == 0:
         warn_of_unsaved(engine.module(), options.examined_modules)
         folder_at(target).prepare(f"step-{manifest.progress.global_steps}")
-    split, own = split_objects(client), split_objects(rank_state)
+    split, own = split_objects(client), split_objects(request.rank_state)
     return ShardContents(target, manifest, state, split, own, options)
 
 

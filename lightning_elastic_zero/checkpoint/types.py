@@ -1,12 +1,12 @@
-"""Options, results and progress of saves and loads."""
+"""Requests, options, results and progress of saves and loads."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from lightning_elastic_zero.coordination.ranks import Ranks
@@ -14,6 +14,7 @@ from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import Progress, ShowBytes, show_nothing
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import format_tree_path
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.formats.client_state import Objects, find_unknown
 from lightning_elastic_zero.formats.elastic_plan import writes_weights
 from lightning_elastic_zero.storage.object_store import AnyPath
@@ -22,9 +23,6 @@ REPORT_EVERY_S = 10.0
 """Interval between log messages during long reads and writes."""
 
 log = logging.getLogger(__name__)
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""No rank state."""
 
 
 def accept_any(_manifest: Manifest, /) -> None:
@@ -60,6 +58,20 @@ class SaveOptions:
     """Paths of objects that were already warned of, as loads refuse them; None: no warnings."""
     examined_modules: set[tuple[str, type]] = field(default_factory=set)
     """Names and classes of modules already examined for entries that a save does not contain."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """One save on this rank: what is saved, and where."""
+
+    engine: LiveEngine
+    path: str | os.PathLike[str]
+    """The checkpoint directory, or a URL in an object store; equal on all ranks."""
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+    """The trainer's state; rank 0's is saved for all ranks."""
+    options: SaveOptions = field(default_factory=SaveOptions)
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+    """This rank's own state."""
 
 
 @dataclass(frozen=True, slots=True)

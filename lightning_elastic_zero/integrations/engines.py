@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from lightning_elastic_zero.api import ElasticOptions, warn_of_open_window
 from lightning_elastic_zero.checkpoint.load import load_engine
-from lightning_elastic_zero.checkpoint.types import LoadResult
+from lightning_elastic_zero.checkpoint.types import LoadResult, SaveRequest
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.options import check_client_state
@@ -220,10 +220,12 @@ class EngineCheckpoints:
             path = folder / name
             if not waits:
                 self._manager.start(live, ranks.rank)
-            if waits or not self._manager.save_async(live, path, ranks, state, options):
+            request = SaveRequest(live, path, state, options)
+            if waits or not self._manager.save_async(request, ranks):
                 self._manager.wait_until_finished(ranks)
                 with self._bar(ranks) as show:
-                    self._manager.save(live, path, ranks, state, replace(options, show=show))
+                    shown = replace(options, show=show)
+                    self._manager.save(replace(request, options=shown), ranks)
             if save_latest and name:
                 self._manager.link(str(path), str(folder / LATEST), ranks)
         self._last_save = this_save

@@ -31,6 +31,7 @@ from lightning_elastic_zero.checkpoint.types import (
     LoadOptions,
     LoadResult,
     SaveOptions,
+    SaveRequest,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import Group
@@ -435,7 +436,9 @@ class RunCheckpoints:
         with self._hooks.saving(), _with_trained_weights(trainer) as is_exchanged:
             if not weights_only:
                 options = self._with_progress(options, client_state, trainer, str(path))
-            self._write(engine, path, client_state, options, trainer, blocking=is_exchanged)
+            rank_state = declared_rank_state(client_state, trainer)
+            request = SaveRequest(engine, path, client_state, options, rank_state)
+            self._write(request, trainer, blocking=is_exchanged)
 
     def _precedes_training(self, trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
         """Whether a save that ends the run comes before training, and is omitted.
@@ -462,30 +465,21 @@ class RunCheckpoints:
             raise UnsupportedError(msg)
         return False
 
-    def _write(
-        self,
-        engine: LiveEngine,
-        path: str | os.PathLike[str],
-        client_state: dict[str, Any],
-        options: SaveOptions,
-        trainer: pl.Trainer,
-        *,
-        blocking: bool,
-    ) -> None:
+    def _write(self, request: SaveRequest, trainer: pl.Trainer, *, blocking: bool) -> None:
         manager, interrupted = self._manager, is_interrupted(trainer)
-        rank_state = declared_rank_state(client_state, trainer)
-        if _ends_run(trainer, path):
+        if _ends_run(trainer, request.path):
             # A rank that failed alone saves alone: the others do not take part. SLURM's signal may
             # arrive during another save.
             manager.drain_local()
-            with manager.exit_ranks(path, interrupted=interrupted) as ranks:
-                manager.save(engine, path, ranks, client_state, options, rank_state)
+            with manager.exit_ranks(request.path, interrupted=interrupted) as ranks:
+                manager.save(request, ranks)
             return
-        saved = (engine, path, self._get_ranks(), client_state)
-        if blocking or not manager.save_async(*saved, options, rank_state):
-            manager.wait_until_finished(self._get_ranks())
+        ranks = self._get_ranks()
+        if blocking or not manager.save_async(request, ranks):
+            manager.wait_until_finished(ranks)
             with checkpoint_bar(trainer) as show:
-                manager.save(*saved, replace(options, show=show), rank_state)
+                shown = replace(request.options, show=show)
+                manager.save(replace(request, options=shown), ranks)
 
     def _with_progress(
         self, options: SaveOptions, client_state: dict[str, Any], trainer: pl.Trainer, path: str

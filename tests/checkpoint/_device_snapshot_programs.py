@@ -16,7 +16,7 @@ from lightning_elastic_zero.checkpoint.file_queue import FileQueue
 from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
 from lightning_elastic_zero.checkpoint.streams import current_device, use_device
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveRequest
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, Writer
@@ -141,7 +141,7 @@ def write(device: torch.device, folder: Path) -> None:
         "weight": torch.nn.Parameter(torch.ones(2).to(device)),
         "metric": Metric(torch.ones(3).to(device)),
     }
-    writer.save(run, path, OneRank(), state, SaveOptions())
+    writer.save(SaveRequest(run, path, state), OneRank())
     writer.wait_for_copies()
     run.train(3, 4)
     writer.wait_until_finished(OneRank())

@@ -36,7 +36,7 @@ from lightning_elastic_zero.checkpoint.streams import (
     side_stream,
     use_device,
 )
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveRequest
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter, StateKey
@@ -348,7 +348,7 @@ def test_memory_freed_after_a_snapshot_is_copied_first(late: CopyEngine) -> None
 def test_a_background_save_equals_a_blocking_one(late: CopyEngine, tmp_path: Path) -> None:
     """All files are equal, except for the save id."""
     run, ranks = LateRun(late), OneRank()
-    save_engine(run, tmp_path / "blocking", ranks, {"epoch": 1}, SaveOptions())
+    save_engine(SaveRequest(run, tmp_path / "blocking", {"epoch": 1}), ranks)
     published = deque[CheckpointStats]()
     writer = AsyncCheckpointer(OneRank(), FileQueue(), published)
     end_hook = run.add_step_pre_hook(writer.wait_for_copies)
@@ -356,7 +356,7 @@ def test_a_background_save_equals_a_blocking_one(late: CopyEngine, tmp_path: Pat
         # Threads that are not in inference mode fill the first save's memory.
         with torch.inference_mode(mode=not turn):
             path = tmp_path / f"behind{turn}"
-            writer.save(run, path, ranks, {"epoch": 1}, SaveOptions())
+            writer.save(SaveRequest(run, path, {"epoch": 1}), ranks)
         run.train_step()
         run.train_step()
         with late.waiting():
@@ -376,14 +376,14 @@ def test_a_save_waits_until_the_memory_of_the_previous_one_is_free(
     monkeypatch.setattr(background, "_GLANCE_S", 0.01)
     blocked = _BlockedRanks()
     run, ranks = LateRun(late), _UnblocksWhileWaiting(blocked)
-    save_engine(run, tmp_path / "blocking", OneRank(), {"epoch": 1}, SaveOptions())
+    save_engine(SaveRequest(run, tmp_path / "blocking", {"epoch": 1}), OneRank())
     writer = AsyncCheckpointer(blocked, FileQueue(), deque())
     run.hooks = [writer.wait_for_copies]
-    writer.save(run, tmp_path / "behind", ranks, {"epoch": 1}, SaveOptions())
+    writer.save(SaveRequest(run, tmp_path / "behind", {"epoch": 1}), ranks)
     run.train_step()
     ranks.waits = True
     with late.waiting():
-        writer.save(run, tmp_path / "next", ranks, {"epoch": 1}, SaveOptions())
+        writer.save(SaveRequest(run, tmp_path / "next", {"epoch": 1}), ranks)
         blocked.opened.set()
         writer.wait_until_finished(ranks)
         assert writer.stop() is None

@@ -82,6 +82,7 @@ def save_added_entries(setup: Setup, path: str) -> list[str]:
     """Save a model twice with layers of which one adds an entry; return the warnings."""
     from lightning_elastic_zero.api import ElasticOptions
     from lightning_elastic_zero.checkpoint.save import save_engine
+    from lightning_elastic_zero.checkpoint.types import SaveRequest
     from lightning_elastic_zero.coordination.ranks import connect_ranks
     from lightning_elastic_zero.engine.live import LiveEngine
 
@@ -95,7 +96,7 @@ def save_added_entries(setup: Setup, path: str) -> list[str]:
         train(engine, setup, 0, 1)
         ranks, calls = connect_ranks(), []
         for _ in range(2):
-            save_engine(LiveEngine(engine), path, ranks, {}, options)
+            save_engine(SaveRequest(LiveEngine(engine), path, {}, options), ranks)
             calls.append([layer.calls for layer in model.kept])
         ranks.close()
         assert calls[0] == calls[1]

@@ -28,7 +28,7 @@ from lightning_elastic_zero.checkpoint.file_queue import FileQueue, PendingSave
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.save import Cancellation, ShardContents, write_shards
 from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
-from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveOptions
+from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveRequest
 from lightning_elastic_zero.coordination.client import StoreRanks
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank, Ranks, connect_ranks
@@ -168,9 +168,9 @@ def files_of_one_lost_after_publication(job: Job) -> None:
             _die_when_published(path)
         manager.start(made, job.rank)
         asked.set()
-        manager.save(made, old, ranks, {}, SaveOptions())
+        manager.save(SaveRequest(made, old), ranks)
         asked.clear()
-        assert manager.save_async(made, path, ranks, {}, SaveOptions())
+        assert manager.save_async(SaveRequest(made, path), ranks)
         if job.rank == 0:
             manager._queue.link(folder_at(path), folder_at(link))
             manager.remove(old)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.checkpoint.types import SaveRequest
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.engine import selftest_engine
@@ -70,7 +70,7 @@ def save_in_background(saved: Saved) -> bool:
         held = dump(engine, setup)
         with background_saves(engine, saved.path) as (manager, ranks):
             handle = LiveEngine(engine)
-            manager.save_async(handle, saved.path, ranks, {"epoch": STEPS}, SaveOptions())
+            manager.save_async(SaveRequest(handle, saved.path, {"epoch": STEPS}), ranks)
             train(engine, setup, STEPS, 2 * STEPS)
             assert manager._writer is not None
             block = manager._writer._snapshotter._memory._block
@@ -109,7 +109,7 @@ def stall_and_copy(folder: str) -> Stall:
             host.copy_(held)
             copies.append(time.perf_counter() - began)
             path = f"{folder}/{number}.ckpt"
-            manager.save_async(LiveEngine(engine), path, ranks, {}, SaveOptions())
+            manager.save_async(SaveRequest(LiveEngine(engine), path), ranks)
             selftest_engine.train(engine, number + 1, number + 2)
             manager.wait_until_finished(ranks)
             assert manager.last_save is not None

@@ -86,7 +86,7 @@ def change_nothing(_: Engine, __: str) -> None:
 def changed_during_save(setup: Setup, folder: str, change: Change) -> list[str]:
     """Change the state before a background save writes; return the files that differ."""
     from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-    from lightning_elastic_zero.checkpoint.types import SaveOptions
+    from lightning_elastic_zero.checkpoint.types import SaveRequest
     from lightning_elastic_zero.coordination.liveness import Timeouts
     from lightning_elastic_zero.engine.live import LiveEngine
     from lightning_elastic_zero.formats.elastic_write import RankWriter
@@ -104,11 +104,11 @@ def changed_during_save(setup: Setup, folder: str, change: Change) -> list[str]:
         manager = CheckpointManager(Timeouts(), background=True)
         manager.start(handle, engine.global_rank, [folder])
         with contextlib.closing(manager.training_ranks()) as ranks:
-            manager.save(handle, f"{folder}/older.ckpt", ranks, {}, SaveOptions())
+            manager.save(SaveRequest(handle, f"{folder}/older.ckpt"), ranks)
             train(engine, setup, 1, 2)
-            manager.save(handle, first, ranks, {}, SaveOptions())
+            manager.save(SaveRequest(handle, first), ranks)
             patch.setattr(RankWriter, "write", write_when_released)
-            assert manager.save_async(handle, path, ranks, {}, SaveOptions())
+            assert manager.save_async(SaveRequest(handle, path), ranks)
             change(engine, f"{folder}/older.ckpt")
             released.set()
             manager.wait_until_finished(ranks)
@@ -349,7 +349,7 @@ def test_a_background_save_of_two_optimizers_has_the_state_of_the_call(
 def saved_despite_async(setup: Setup, folder: str) -> tuple[list[bool], list[str]]:
     """Ask for two saves in the background; return whether they began, and the warnings."""
     from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-    from lightning_elastic_zero.checkpoint.types import SaveOptions
+    from lightning_elastic_zero.checkpoint.types import SaveRequest
     from lightning_elastic_zero.coordination.liveness import Timeouts
     from lightning_elastic_zero.engine.live import LiveEngine
 
@@ -360,7 +360,7 @@ def saved_despite_async(setup: Setup, folder: str) -> tuple[list[bool], list[str
         manager.start(handle, engine.global_rank, [folder])
         with contextlib.closing(manager.training_ranks()) as ranks:
             saves = [
-                manager.save_async(handle, f"{folder}/{n}.ckpt", ranks, {}, SaveOptions())
+                manager.save_async(SaveRequest(handle, f"{folder}/{n}.ckpt"), ranks)
                 for n in range(2)
             ]
         manager.stop(interrupted=False)

@@ -96,7 +96,7 @@ def save_in_background(settings: Settings, url: str, state: int) -> Outcome:
     from torch import distributed
 
     from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-    from lightning_elastic_zero.checkpoint.types import SaveOptions
+    from lightning_elastic_zero.checkpoint.types import SaveRequest
     from lightning_elastic_zero.coordination.liveness import Timeouts
     from lightning_elastic_zero.engine.live import LiveEngine
     from lightning_elastic_zero.errors import ElasticZeroError
@@ -107,7 +107,7 @@ def save_in_background(settings: Settings, url: str, state: int) -> Outcome:
     manager.start(live, distributed.get_rank())
     ranks = manager.training_ranks()
     try:
-        manager.save_async(live, url, ranks, {"state": state}, SaveOptions())
+        manager.save_async(SaveRequest(live, url, {"state": state}), ranks)
         manager.wait_until_finished(ranks)
     except ElasticZeroError as error:
         return Outcome(f"{type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.save import ShardContents
 from lightning_elastic_zero.checkpoint.snapshot import Snapshot
-from lightning_elastic_zero.checkpoint.types import LoadOptions, SaveOptions
+from lightning_elastic_zero.checkpoint.types import LoadOptions, SaveRequest
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import Manifest
@@ -98,11 +98,11 @@ def save_late(engine: Engine, saved: Saved) -> None:
         manager = CheckpointManager(Timeouts(), background=True)
         manager.start(live(), engine.global_rank, [Path(saved.path).parent])
         _take_small_from_devices(manager, late, turn)
-        client, options = {"epoch": STEPS}, SaveOptions()
+        client = {"epoch": STEPS}
         with closing(manager.training_ranks()) as ranks:
-            manager.save(live(), first, ranks, client, options)
+            manager.save(SaveRequest(live(), first, client), ranks)
             after = dump(engine, setup)
-            manager.save_async(live(), saved.path, ranks, client, options)
+            manager.save_async(SaveRequest(live(), saved.path, client), ranks)
             train(engine, setup, STEPS, STEPS + 1)
             _end(manager, ranks, late)
         manager.stop(interrupted=False)

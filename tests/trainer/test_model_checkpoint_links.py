@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.checkpoint.types import SaveOptions
+from lightning_elastic_zero.checkpoint.types import SaveRequest
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.engine.live import LiveEngine
@@ -313,7 +313,7 @@ def test_links_do_not_wait_for_a_save_that_did_not_start(tmp_path: Path) -> None
     manager = CheckpointManager(Timeouts(), background=True)
     manager.start(LiveEngine(SimpleNamespace(optimizer=None)), 0)
     with pytest.raises(UnsupportedError):
-        manager.save_async(LiveEngine("no engine"), target, OneRank(), {}, SaveOptions())
+        manager.save_async(SaveRequest(LiveEngine("no engine"), target), OneRank())
     manager.link(str(target), str(link), OneRank())
     assert str(link.readlink()) == "a.ckpt"
     assert manager.stop(interrupted=False) is None
