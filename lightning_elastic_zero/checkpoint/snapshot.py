@@ -73,7 +73,8 @@ class Snapshotter:
     def __init__(self) -> None:
         """Allocate nothing yet."""
         self._memory = HostBuffer()
-        self._last: Snapshot | None = None
+        self._copied: list[Event] = []
+        """Events of the last snapshot's copies, also of a snapshot that failed."""
 
     def missing_bytes(self, contents: ShardContents) -> int:
         """Return the memory that a snapshot needs in addition to that of the last one."""
@@ -84,7 +85,7 @@ class Snapshotter:
 
         Raises SaveError if the trainer's state cannot be pickled, or memory is exhausted.
         """
-        self._forget_last()
+        self._wait_for_copies()
         pinned = any(can_pin(tensor.device) for tensor in contents.state.large_tensors())
         block = self._memory.allocate(_copy_bytes(contents.state), progress, pinned=pinned)
         copies = _Copies(block, progress)
@@ -94,19 +95,19 @@ class Snapshotter:
             client=_copied(contents.client),
             own=_copied(contents.own),
         )
-        self._last = Snapshot(contents, copies.start())
-        return self._last
+        copies.start(self._copied)
+        return Snapshot(contents, tuple(self._copied))
 
     def close(self) -> None:
         """Release the memory after the last snapshot's use."""
-        self._forget_last()
+        self._wait_for_copies()
         self._memory.release()
 
-    def _forget_last(self) -> None:
-        """Drop references to memory that may be replaced."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.wait()
+    def _wait_for_copies(self) -> None:
+        """Wait until nothing is copied into the memory any more."""
+        for event in self._copied:
+            event.synchronize()
+        self._copied.clear()
 
 
 def _copied_state(state: RankState, copies: _Copies) -> RankState:
@@ -160,20 +161,23 @@ class _Copies:
         self._until_step.append((target, tensor))
         return target
 
-    def start(self) -> tuple[Event, ...]:
-        """Start the copies from devices; return an event for the end of those of each."""
-        return tuple(map(self._start_on, {source.device for _, source in self._until_step}))
+    def start(self, copied: list[Event]) -> None:
+        """Start the copies from devices; add an event for the end of those of each device."""
+        for device in {source.device for _, source in self._until_step}:
+            self._start_on(device, copied)
 
     @torch.no_grad()
-    def _start_on(self, device: torch.device) -> Event:
+    def _start_on(self, device: torch.device, copied: list[Event]) -> None:
         stream = side_stream(device)
         with on_stream(stream):
-            for target, source in self._until_step:
-                if source.device == device:
-                    target.copy_(source, non_blocking=True)
-                    # DeepSpeed's offload_states may free the memory before it was read.
-                    source.record_stream(stream)
-            return record_event(device)
+            try:
+                for target, source in self._until_step:
+                    if source.device == device:
+                        target.copy_(source, non_blocking=True)
+                        # DeepSpeed's offload_states may free the memory before it was read.
+                        source.record_stream(stream)
+            finally:  # The copies before a failed one still write into the memory.
+                copied.append(record_event(device))
 
     def _target_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the next uninitialized tensor of the block, contiguous and of the same shape."""

@@ -60,6 +60,7 @@ from tests.support.copy_engine import (
     DEVICES,
     KIND,
     CopyEngine,
+    LateTensor,
     large_on_devices,
     on_device,
     small_on_devices,
@@ -332,6 +333,30 @@ def test_close_waits_for_the_copies_of_an_abandoned_snapshot(late: CopyEngine) -
         snapshotter.take(LateRun(late).contents())
         snapshotter.close()
     assert not late.pending_copies()
+
+
+def test_copies_that_a_failed_snapshot_has_started_do_not_reach_the_next(
+    late: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        msg = "out of memory"
+        raise RuntimeError(msg)
+
+    snapshotter, run = Snapshotter(), LateRun(late)
+    with monkeypatch.context() as patch:
+        patch.setattr(LateTensor, "record_stream", refuse)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            snapshotter.take(run.contents())
+    assert late.pending_copies()
+    with late.waiting():
+        snapshot, wanted = snapshotter.take(run.contents()), run.values()
+    snapshot.wait()
+    run.train_step()
+    late.finish_all()
+    with writing(snapshot, late) as found:
+        pass
+    assert found == wanted
+    snapshotter.close()
 
 
 def test_memory_freed_after_a_snapshot_is_copied_first(late: CopyEngine) -> None:
