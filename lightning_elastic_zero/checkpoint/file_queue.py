@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -29,6 +29,9 @@ from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.own_files import LATEST, RECOVERY_SCRIPT, TAG
 
 log = logging.getLogger(__name__)
+
+_GLANCE_S = 1.0
+"""Interval at which a thread that waits for the other one looks whether it makes progress."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +50,9 @@ class FileQueue:
         self.folders: tuple[Folder, ...] = ()
         """Folders of callbacks: a slash in a name puts a checkpoint below, its link stays there."""
         self._lock = threading.RLock()
+        self._progress = Progress(self._count_work)
+        self._work_count = 0
+        """Number of reports of progress by the thread that deletes and links."""
         self._pending: PendingSave | None = None
         """The last save that has begun, until it is published: nothing is deleted before."""
         self._deletions: dict[Folder, object] = {}
@@ -98,7 +104,7 @@ class FileQueue:
                 self._deletions[save.target] = self._published.pop(save.target, None)
             try:
                 for link in save.links:
-                    _make_link(save.target, link)
+                    _make_link(save.target, link, self._progress)
             finally:
                 self.delete_waiting()
 
@@ -117,13 +123,29 @@ class FileQueue:
 
         After a failed save, the link is unchanged. Raises SaveError if it could not be made.
         """
-        with self._lock:
+        with self._locked(progress):
             if save := self._save_of(target):
                 save.links.append(link)
             elif target.exists():
                 _make_link(target, link, progress)
             else:
                 log.warning("%s is not linked to %s, which does not exist", link, target)
+
+    @contextmanager
+    def _locked(self, progress: Progress) -> Iterator[None]:
+        """Take the lock; report the progress of the other thread while it deletes and links."""
+        reported = self._work_count
+        while not self._lock.acquire(timeout=_GLANCE_S):
+            if (count := self._work_count) != reported:
+                reported = count
+                progress.check()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _count_work(self) -> None:
+        self._work_count += 1
 
     # -- deletions ---------------------------------------------------------------------------
 
@@ -167,7 +189,7 @@ class FileQueue:
             above = (each for each in self.folders if str(path.path.parent).startswith(f"{each}/"))
             if path.has_link(above):
                 return False
-        if refusal_reason := path.delete(doomed):
+        if refusal_reason := path.delete(doomed, self._progress):
             log.warning(
                 "%s is not deleted, because it %s. Delete it yourself, or move your files away.",
                 path,
@@ -176,7 +198,7 @@ class FileQueue:
         return True
 
 
-def _make_link(target: Folder, link: Folder, progress: Progress = NO_PROGRESS) -> None:
+def _make_link(target: Folder, link: Folder, progress: Progress) -> None:
     """Make a link, or DeepSpeed's file ``latest`` with the name of the checkpoint."""
     file = link.local
     if file is None or file.name != LATEST:

@@ -8,12 +8,14 @@ import logging
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from lightning_elastic_zero.checkpoint import file_queue
 from lightning_elastic_zero.checkpoint.file_queue import FileQueue
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import Progress
@@ -26,6 +28,7 @@ from lightning_elastic_zero.storage.disk_checkpoints import (
 )
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.own_files import DELETING_PREFIX
+from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.small_checkpoints import (
     SHARD,
     InterruptAtCall,
@@ -578,6 +581,33 @@ class TestSavedAgain:
         assert other.exists()
         queue.end_save(queue.begin_save(folder_at(new)), published=True)
         assert not other.exists()
+
+    @pytest.mark.parametrize("advances", [True, False])
+    def test_a_link_reports_progress_as_long_as_a_deletion_makes_some(
+        self, advances: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        queue, old = FileQueue(), fill(tmp_path / "old.ckpt", "data")
+        new, last = fill(tmp_path / "new.ckpt", "data"), tmp_path / "last.ckpt"
+        looked, reported, deletes = threading.Event(), threading.Event(), threading.Event()
+        monkeypatch.setattr(file_queue, "_GLANCE_S", 0.01)
+
+        def delete(_: object, __: object, progress: Progress) -> str:
+            deletes.set()
+            while not (reported if advances else looked).wait(0.01):
+                if advances:
+                    progress.check()
+            return ""
+
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_folder.DiskFolder, "delete", delete)
+            thread = threading.Thread(target=queue.delete, args=(old,))
+            thread.start()
+            assert deletes.wait(HANG_TIMEOUT_S)
+            threading.Timer(0.2, looked.set).start()
+            queue.link(folder_at(new), folder_at(last), Progress(reported.set))
+            thread.join()
+        assert reported.is_set() == advances
+        assert last.readlink() == Path("new.ckpt")
 
     def test_a_deletion_requested_during_the_save_counts(self, tmp_path: Path) -> None:
         queue, best = self.scheduled_deletion(tmp_path)
