@@ -513,6 +513,8 @@ def describe_groups(
         keys = state_keys(*held)
         if keys != (others := tables.setdefault(index, keys)):
             have, first = ([key.name for key in table] for table in (keys, others))
+            if have == first:
+                have, first = ([f"{k.name} ({k.dtype})" for k in t] for t in (keys, others))
             msg = (
                 f"parameter group {index}: one flat buffer has the states {have}, another {first}. "
                 "Save after a step that updates the whole group"

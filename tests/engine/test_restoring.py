@@ -34,6 +34,7 @@ from lightning_elastic_zero.engine.optimizer import (
     check_configured_state,
     check_unnamed_hyperparameters,
     check_unnamed_state,
+    describe_groups,
     package_of,
     place_scalar,
     split_state,
@@ -272,6 +273,15 @@ def test_the_states_of_a_lone_scalar_weight_are_ambiguous() -> None:
     optimizer.step()
     with pytest.raises(UnsupportedError, match="0-dimensional"):
         split_state(optimizer, scale, optimizer.state[scale])
+
+
+def test_states_of_other_types_in_one_group_are_refused_with_the_types() -> None:
+    states: list[Any] = [
+        (0, ({"exp_avg": torch.zeros(2, dtype=t)}, {})) for t in (torch.float32, torch.half)
+    ]
+    found = r"has the states \['exp_avg \(float16\)'\], another \['exp_avg \(float32\)'\]"
+    with pytest.raises(UnsupportedError, match=f"parameter group 0: one flat buffer {found}"):
+        describe_groups(None, "", {}, states)
 
 
 def test_bit_sums_differ_for_one_bit_in_every_type() -> None:
