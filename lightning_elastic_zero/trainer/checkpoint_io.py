@@ -158,12 +158,11 @@ def declared_rank_state(client_state: Mapping[str, Any], trainer: pl.Trainer) ->
 def with_rank_state(
     client_state: Mapping[str, Any], rank_state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a loaded state with this rank's ``declared_rank_state``."""
-    found = dict(client_state)
+    """Return a loaded state with the ``declared_rank_state`` of a rank other than 0."""
+    merged = dict(client_state)
     for key, entries in rank_state.items():
-        own = {name: value for name, value in entries.items() if value is not None}
-        found[key] = {**found.get(key, {}), **own}
-    return found
+        merged[key] = {**merged.get(key, {}), **entries}
+    return merged
 
 
 AVERAGING = "averaging_state"
@@ -550,7 +549,8 @@ class RunCheckpoints:
             self.last_fit.forget()
         self.last_load = loaded.stats
         self._manager.on_loaded(loaded.stats)
-        state = with_rank_state(loaded.client_state, loaded.rank_state)
+        own = {} if trainer.is_global_zero else loaded.rank_state
+        state = with_rank_state(loaded.client_state, own)
         rank_zero_info(_format_loaded(loaded, trainer.world_size, fitting=fitting))
         if not fitting:
             copy = partial(LiveEngine(engine).copy_full_weights, _extra_weights(state))
