@@ -60,10 +60,7 @@ from lightning_elastic_zero.trainer.lightning import (
 )
 from lightning_elastic_zero.trainer.loaded_run import STATE_KEY, counted_loops, saved_position
 from lightning_elastic_zero.trainer.metrics import RESULTS
-from lightning_elastic_zero.trainer.model_checkpoint import (
-    LoadedSaves,
-    ModelCheckpointHooks,
-)
+from lightning_elastic_zero.trainer.model_checkpoint import LoadedSaves, ModelCheckpointHooks
 from lightning_elastic_zero.trainer.monitor import checkpoint_bar
 from lightning_elastic_zero.trainer.recorder import (
     HOOK,
@@ -322,6 +319,8 @@ class RunCheckpoints:
         self._world_size = 1
         self._device = torch.device("cpu")
         self._is_resumed = False
+        self._begun_step = ""
+        """Position of the last optimizer step that has begun to change weights."""
         self._loaded_saves: LoadedSaves | None = None
         """Set by a load until training begins."""
         self._hooks = ModelCheckpointHooks(manager, self._link)
@@ -366,8 +365,20 @@ class RunCheckpoints:
             lambda: LiveEngine(engine).verify_addresses(fresh=True),
         )
         handle = LiveEngine(engine, places_checked=True)
+        if fitting:
+            self._watch_steps(handle)
         self._manager.start(handle, trainer.global_rank, dirpaths)
         self._hooks.begin(trainer)
+
+    def _watch_steps(self, live: LiveEngine) -> None:
+        """Note when an optimizer step begins to change weights; see ``_is_omitted``."""
+        self._begun_step = ""
+
+        def begin() -> None:
+            self._begun_step = live.at_step()
+
+        with suppress(UnsupportedError):  # Not an optimizer of torch: it has no hooks.
+            live.add_step_pre_hook(begin)
 
     def track(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Remember the weights handed to Lightning, to detect changes by hooks; return them."""
@@ -414,7 +425,7 @@ class RunCheckpoints:
 
         After an evaluation, the engine that trained is saved instead of the live one.
         """
-        if self._precedes_training(trainer, path):
+        if self._is_omitted(trainer, path):
             return
         trained = self.last_fit.engine(live, path, self._get_ranks)
         engine = LiveEngine(trained, places_checked=True)
@@ -439,17 +450,22 @@ class RunCheckpoints:
             request = SaveRequest(engine, path, client_state, options, rank_state)
             self._write(request, trainer, blocking=is_exchanged)
 
-    def _precedes_training(self, trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
-        """Whether a save that ends the run comes before training, and is omitted.
+    def _is_omitted(self, trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
+        """Whether a save that ends the run is omitted, with a warning. Collective if it is.
 
-        There is nothing new to save, and the state of a loaded run is not complete: a checkpoint of
-        it would repeat data, and could replace the one from which the run was to resume. Collective
-        if it is omitted.
+        Before training, there is nothing new to save, and the state of a loaded run is not
+        complete: a checkpoint of it would repeat data, and could replace the one from which the run
+        was to resume. After an exception inside an optimizer step, some weights are those before
+        the step and others those after it.
         """
-        if not is_fitting(trainer) or self._resumer.has_begun:
+        if not is_fitting(trainer):
             return False
-        if _ends_run(trainer, path):
-            text = f"{os.fspath(path)} is not saved: the run ended before its first batch."
+        reason = "" if self._resumer.has_begun else "the run ended before its first batch"
+        # DeepSpeed counts a step when it is complete.
+        if self._begun_step == LiveEngine(trainer.strategy.model).at_step():
+            reason = "an exception interrupted an optimizer step that had begun to change weights"
+        if reason and _ends_run(trainer, path):
+            text = f"{os.fspath(path)} is not saved: {reason}."
             warnings.warn(text, stacklevel=2)  # on the rank that failed, not only on rank 0
             # A rank that failed alone must not go on to Lightning's barrier.
             with self._manager.exit_ranks(path, interrupted=is_interrupted(trainer)) as ranks:
@@ -516,7 +532,7 @@ class RunCheckpoints:
 
     def _link(self, trainer: pl.Trainer, path: str, link: str) -> None:
         """Create a link such as ``last.ckpt`` once the checkpoint is published; collective."""
-        if self._precedes_training(trainer, link):
+        if self._is_omitted(trainer, link):
             return
         interrupted = is_interrupted(trainer)
         end = self._manager.exit_ranks(link, interrupted=True) if interrupted else None
@@ -544,7 +560,7 @@ class RunCheckpoints:
         live_engine = LiveEngine(engine, places_checked=True)
         with checkpoint_bar(trainer) as show:
             loaded = load_engine(live_engine, path, self._get_ranks(), replace(options, show=show))
-        self._is_resumed = True
+        self._is_resumed, self._begun_step = True, ""
         if not fitting:
             self.last_fit.forget()
         self.last_load = loaded.stats

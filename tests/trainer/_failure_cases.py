@@ -24,6 +24,9 @@ IN_EXCEPTION_ABSENT_S = 4 * Timeouts().heartbeat_interval_s
 """The shortest timeout that is permitted for ranks that have not entered a call."""
 
 
+FAILING_STEP = 2
+
+
 class Odd:
     """Neither plain data nor an instance of a class known to be safe."""
 
@@ -71,12 +74,23 @@ def fail_in_training(root: str, hook: str, ranks: tuple[int, ...]) -> str:
         msg = "out of luck"
         raise RuntimeError(msg)
 
+    class Failing(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            """Take a step, and fail before DeepSpeed copies masters into the weights."""
+            super().step(closure)
+            if any(state["step"] == FAILING_STEP for state in self.state.values()):
+                fail()
+
     manager._IN_EXCEPTION_ABSENT_S = IN_EXCEPTION_ABSENT_S
     options = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
     plan = FitSpec(root, 2, checkpoint=options)
     trainer, net, data, _ = plan.make()
     # A ModelCheckpoint saves nothing at step 0.
-    added = [LambdaCallback(**{hook: fail}), OnExceptionCheckpoint(root)]
+    added: list[Any] = [OnExceptionCheckpoint(root)]
+    if hook == "step":
+        net.configure_optimizers = lambda: Failing(net.parameters())  # type: ignore[method-assign]
+    else:
+        added.insert(0, LambdaCallback(**{hook: fail}))
     trainer.callbacks[:0] = added  # type: ignore[attr-defined]
     trace = NOTHING
     with captured_warnings("is not saved") as warned:

@@ -60,6 +60,15 @@ def test_objects_are_restored_only_with_allow_pickle(worlds: Pools, tmp_path: Pa
         )
 
 
+def test_an_exception_inside_an_optimizer_step_saves_nothing(worlds: Pools, tmp_path: Path) -> None:
+    for message in messages_of(
+        worlds, 2, _failure_cases.fail_in_training, str(tmp_path), "step", (0, 1)
+    ):
+        assert "is not saved: an exception interrupted an optimizer step" in message
+        assert message.splitlines()[-1] == "RuntimeError: out of luck"
+    assert not list(tmp_path.glob("*/manifest.json"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("hook", "saves"), [("on_train_start", False), ("on_train_batch_end", True)]
