@@ -11,13 +11,21 @@ Meanwhile a waiting caller gives up its step and raises, but the thread stays in
 The thread may also be blocked although the store's host runs, on an overloaded machine or by a
 finalizer that the garbage collector runs in it. If the operating system reports that the host runs,
 the caller keeps waiting, and the log shows the thread's stack.
+
+The store is one process, and each connection to it is one of its open files, which many systems
+limit to 1,024. torch opens one connection per rank. It cannot be used here: a call that waits for a
+key occupies it, for minutes if need be, and a rank that cannot send heartbeats meanwhile would be
+considered dead. So a process opens one more, which all of its threads share: none of their calls
+waits for anything.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
+import resource
 import sys
 import threading
 import time
@@ -26,12 +34,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from lightning_elastic_zero.coordination.liveness import Report, Timeouts, unresponsive_reason
+from lightning_elastic_zero.coordination.rendezvous import SHARED
 from lightning_elastic_zero.coordination.session import (
     CHECK_INTERVAL_S,
     LONGEST_PAUSE_S,
@@ -40,45 +53,143 @@ from lightning_elastic_zero.coordination.session import (
     join_session,
     poll_pauses_s,
 )
-from lightning_elastic_zero.coordination.store import SHARED, shared_connection
 from lightning_elastic_zero.core.processes import ProcessKey, ProcessState
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import RanksError
-
-Command: TypeAlias = Callable[[], None]
-
-
-class CommandQueue:
-    """A FIFO queue of commands for one thread, which finalizers may fill as well.
-
-    ``queue.SimpleQueue.get(timeout)`` of CPython 3.10 to 3.13 waits forever if its thread is not
-    scheduled between the first attempt and the computation of the remaining time, which is negative
-    then (``Modules/_queuemodule.c``). ``queue.Queue.put`` takes a lock, which deadlocks in a
-    finalizer that the garbage collector runs while the same thread has it.
-    """
-
-    def __init__(self) -> None:
-        self._commands: deque[Command] = deque()
-        self._is_empty = threading.Lock()
-        self._is_empty.acquire()
-
-    def put(self, command: Command) -> None:
-        """Append a command; never waits, and is reentrant."""
-        self._commands.append(command)
-        with suppress(RuntimeError):  # It is released already.
-            self._is_empty.release()
-
-    def get(self, timeout_s: float) -> Command | None:
-        """Return the next command; None after the timeout, or spuriously."""
-        if not self._commands:
-            self._is_empty.acquire(timeout=timeout_s)
-        return self._commands.popleft() if self._commands else None
-
 
 log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
 """Longest wait for other ranks to read the last verdict: two of their polls at work."""
+
+CONNECTIONS_PER_RANK = 2
+"""Connections of each rank: torch's, and this library's."""
+
+_CALL_TIMEOUT_S = 7 * 86400.0
+"""Timeout of reading an existing key: only the store's host can delay it."""
+
+_opening = threading.Lock()
+_open: WeakKeyDictionary[Any, WeakValueDictionary[str, Any]] = WeakKeyDictionary()
+"""This library's connection to each store, as long as a thread refers to it."""
+
+Command: TypeAlias = Callable[[], None]
+T = TypeVar("T")
+J = TypeVar("J")
+
+
+class StoreRanks:
+    """Several ranks that agree through a store, over a connection of their own.
+
+    Every rank creates its instances of one ``name`` in the same order, does all steps of an
+    instance in one thread, and closes it before it destroys the process group of the store. An
+    instance that only some ranks have created, and whose steps have failed, is skipped on the
+    others if they create theirs for another ``call``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        name: str = "elastic-zero",
+        times: Timeouts = Timeouts(),  # noqa: B008 - frozen
+        call: str = "",
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._running = threading.Lock()
+        self._thread = StoreThread(store, rank, world_size, name, times, call)
+        self._thread.serve()
+        self._close = weakref.finalize(self, self._thread.close)
+        self._close.atexit = False  # The thread has its own exit hook.
+
+    def run_all(self, step: str, work: Callable[[], T]) -> T:
+        own: list[T] = []
+        self._run("run_all", step, lambda: own.append(work()))
+        return own[0]
+
+    def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
+        values = self._run("gather", step, work)
+        return values if self.rank == 0 else None
+
+    def broadcast(
+        self, step: str, work: Callable[[], J], others: Callable[[], object] | None = None
+    ) -> J:
+        value: J = self._run("broadcast", step, work if self.rank == 0 else others)[0]
+        return value
+
+    def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
+        return self._run("all_gather", step, work)
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self._report_progress)  # Not kept: a cycle would delay the finalizer.
+
+    def _report_progress(self) -> None:
+        step = self._thread.step
+        step.work_count += 1
+        if not step.reported.is_set():
+            if step.failure is not None:
+                raise step.failure
+            self._thread.check()
+
+    def close(self) -> None:
+        self._close()
+
+    def _run(self, kind: str, name: str, work: Callable[[], object] | None) -> list[Any]:
+        if not self._running.acquire(blocking=False):
+            msg = f"step {name!r} was started within another step; use one StoreRanks per thread"
+            raise RanksError(msg)
+        step = Step(kind, name)
+        try:
+            own = self._do(step, work)
+        except BaseException as error:
+            self._thread.abort_step(step, error)
+            raise
+        finally:
+            step.reported.set()  # No work is left that the progress could end.
+            self._running.release()
+        if step.failure is None:
+            return step.values
+        # If the progress raised the verdict, it is not its own cause. "from None" would hide
+        # an error that is being handled, such as the one after which a run saves and ends.
+        if own is None or own is step.failure:
+            raise step.failure
+        raise step.failure from own
+
+    def _do(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
+        """Enter a step, run this rank's work and wait for the verdict; return the work's error."""
+        self._thread.enter_step(step)
+        own = None
+        if not (step.decided.is_set() or step.reported.is_set()):
+            own = self._work(step, work)
+        self._thread.wait(step.decided)
+        return own
+
+    def _work(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
+        try:
+            shares_result = step.kind != "run_all" and not (step.kind == "broadcast" and self.rank)
+            own, report = run_work(work, shares_result=shares_result)
+        except BaseException as error:
+            self._thread.report(step, Report.of_error(error).packed(), failed=True)
+            step.reported.wait(LINGER_S)
+            raise
+        self._thread.report(step, report, failed=own is not None)
+        return own
+
+
+def run_work(
+    work: Callable[[], object] | None, *, shares_result: bool
+) -> tuple[Exception | None, str]:
+    """Run a rank's work; return its error, and the packed report, with its result if it is sent."""
+    if work is None:
+        return None, ""
+    try:
+        result = work()
+        return None, Report(result).packed() if shares_result else ""
+    except Exception as error:  # noqa: BLE001 - all ranks raise it after the verdict
+        return error, Report.of_error(error).packed()
 
 
 class StoreThread(threading.Thread):
@@ -233,120 +344,93 @@ class StoreThread(threading.Thread):
         self.session.leave(failed=not step.decided.is_set() or step.failure is not None)
 
 
-T = TypeVar("T")
-J = TypeVar("J")
+class CommandQueue:
+    """A FIFO queue of commands for one thread, which finalizers may fill as well.
 
-
-class StoreRanks:
-    """Several ranks that agree through a store, over a connection of their own.
-
-    Every rank creates its instances of one ``name`` in the same order, does all steps of an
-    instance in one thread, and closes it before it destroys the process group of the store. An
-    instance that only some ranks have created, and whose steps have failed, is skipped on the
-    others if they create theirs for another ``call``.
+    ``queue.SimpleQueue.get(timeout)`` of CPython 3.10 to 3.13 waits forever if its thread is not
+    scheduled between the first attempt and the computation of the remaining time, which is negative
+    then (``Modules/_queuemodule.c``). ``queue.Queue.put`` takes a lock, which deadlocks in a
+    finalizer that the garbage collector runs while the same thread has it.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        *,
-        name: str = "elastic-zero",
-        times: Timeouts = Timeouts(),  # noqa: B008 - frozen
-        call: str = "",
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._running = threading.Lock()
-        self._thread = StoreThread(store, rank, world_size, name, times, call)
-        self._thread.serve()
-        self._close = weakref.finalize(self, self._thread.close)
-        self._close.atexit = False  # The thread has its own exit hook.
+    def __init__(self) -> None:
+        self._commands: deque[Command] = deque()
+        self._is_empty = threading.Lock()
+        self._is_empty.acquire()
 
-    def run_all(self, step: str, work: Callable[[], T]) -> T:
-        own: list[T] = []
-        self._run("run_all", step, lambda: own.append(work()))
-        return own[0]
+    def put(self, command: Command) -> None:
+        """Append a command; never waits, and is reentrant."""
+        self._commands.append(command)
+        with suppress(RuntimeError):  # It is released already.
+            self._is_empty.release()
 
-    def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
-        values = self._run("gather", step, work)
-        return values if self.rank == 0 else None
-
-    def broadcast(
-        self, step: str, work: Callable[[], J], others: Callable[[], object] | None = None
-    ) -> J:
-        value: J = self._run("broadcast", step, work if self.rank == 0 else others)[0]
-        return value
-
-    def all_gather(self, step: str, work: Callable[[], J]) -> list[J]:
-        return self._run("all_gather", step, work)
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(self._report_progress)  # Not kept: a cycle would delay the finalizer.
-
-    def _report_progress(self) -> None:
-        step = self._thread.step
-        step.work_count += 1
-        if not step.reported.is_set():
-            if step.failure is not None:
-                raise step.failure
-            self._thread.check()
-
-    def close(self) -> None:
-        self._close()
-
-    def _run(self, kind: str, name: str, work: Callable[[], object] | None) -> list[Any]:
-        if not self._running.acquire(blocking=False):
-            msg = f"step {name!r} was started within another step; use one StoreRanks per thread"
-            raise RanksError(msg)
-        step = Step(kind, name)
-        try:
-            own = self._do(step, work)
-        except BaseException as error:
-            self._thread.abort_step(step, error)
-            raise
-        finally:
-            step.reported.set()  # No work is left that the progress could end.
-            self._running.release()
-        if step.failure is None:
-            return step.values
-        # If the progress raised the verdict, it is not its own cause. "from None" would hide
-        # an error that is being handled, such as the one after which a run saves and ends.
-        if own is None or own is step.failure:
-            raise step.failure
-        raise step.failure from own
-
-    def _do(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
-        """Enter a step, run this rank's work and wait for the verdict; return the work's error."""
-        self._thread.enter_step(step)
-        own = None
-        if not (step.decided.is_set() or step.reported.is_set()):
-            own = self._work(step, work)
-        self._thread.wait(step.decided)
-        return own
-
-    def _work(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
-        try:
-            shares_result = step.kind != "run_all" and not (step.kind == "broadcast" and self.rank)
-            own, report = run_work(work, shares_result=shares_result)
-        except BaseException as error:
-            self._thread.report(step, Report.of_error(error).packed(), failed=True)
-            step.reported.wait(LINGER_S)
-            raise
-        self._thread.report(step, report, failed=own is not None)
-        return own
+    def get(self, timeout_s: float) -> Command | None:
+        """Return the next command; None after the timeout, or spuriously."""
+        if not self._commands:
+            self._is_empty.acquire(timeout=timeout_s)
+        return self._commands.popleft() if self._commands else None
 
 
-def run_work(
-    work: Callable[[], object] | None, *, shares_result: bool
-) -> tuple[Exception | None, str]:
-    """Run a rank's work; return its error, and the packed report, with its result if it is sent."""
-    if work is None:
-        return None, ""
-    try:
-        result = work()
-        return None, Report(result).packed() if shares_result else ""
-    except Exception as error:  # noqa: BLE001 - all ranks raise it after the verdict
-        return error, Report.of_error(error).packed()
+def shared_connection(store: Any) -> Any:
+    """Return this library's connection of this process to a store; open it if necessary."""
+    with _opening:
+        known = _open.setdefault(store, WeakValueDictionary())
+        connection = known.get("")
+        if connection is None:
+            try:
+                connection = store.clone()
+            except AttributeError:  # Other kinds of stores have no clone().
+                return store
+            connection.set_timeout(timedelta(seconds=_CALL_TIMEOUT_S))
+            known[""] = connection
+    return connection
+
+
+def check_open_file_limit(store: Any, world_size: int) -> None:
+    """Warn if the store's host may not open as many files as its connections will need.
+
+    Logged on rank 0 before the connections are made: a rank that cannot connect is only reported as
+    absent.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        _check_open_file_limit(world_size)
+
+
+@functools.cache
+def _check_open_file_limit(world_size: int) -> None:
+    by_launcher = os.environ.get(SHARED) == str(True)
+    pid = os.getppid() if by_launcher else os.getpid()
+    host = "the launcher (torchrun)" if by_launcher else "rank 0"
+    limit, open_files = _files_of(pid)
+    text = open_file_limit_warning(world_size, limit, open_files, f"{host} (process {pid})")
+    if text:
+        log.warning("%s", text)
+
+
+def open_file_limit_warning(world_size: int, limit: int, open_files: int, host: str) -> str:
+    """Return the warning about a limit that is too low; empty if it is high enough.
+
+    ``open_files`` is the number of open files of the store's host, with or without torch's
+    connections.
+    """
+    needed = CONNECTIONS_PER_RANK * world_size + open_files
+    if needed <= limit:
+        return ""
+    raised = 1 << (2 * needed - 1).bit_length()
+    return (
+        f"{world_size} ranks need {CONNECTIONS_PER_RANK} connections each to the job's store. "
+        f"{host} hosts it and may have {limit} open files. It has {open_files}, and will need up "
+        f"to {needed}. Ranks without a connection cannot save or load. Raise the limit where the "
+        f"job is started: ulimit -n {raised} (SLURM: in the job script, before srun; containers: "
+        "--ulimit nofile)."
+    )
+
+
+def _files_of(pid: int) -> tuple[int, int]:
+    """Return the limit of open files of a process, and their number."""
+    with suppress(OSError):
+        limit, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        return limit, sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0], 0

@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_elastic_zero.coordination.client import StoreRanks
+from lightning_elastic_zero.coordination.client import StoreRanks, check_open_file_limit
 from lightning_elastic_zero.coordination.liveness import Timeouts
-from lightning_elastic_zero.coordination.store import check_open_file_limit
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import ElasticZeroError
 

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_elastic_zero.coordination.ranks import any_rank
-from lightning_elastic_zero.coordination.store import (
+from lightning_elastic_zero.coordination.rendezvous import (
     SHARED,
     leave_shared_store,
     size_of_process_group,

@@ -30,7 +30,11 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_elastic_zero.coordination.client import StoreRanks
+from lightning_elastic_zero.coordination.client import (
+    StoreRanks,
+    check_open_file_limit,
+    open_file_limit_warning,
+)
 from lightning_elastic_zero.coordination.liveness import STALL_TIMEOUT_S, Timeouts
 from lightning_elastic_zero.coordination.ranks import (
     OneRank,
@@ -38,7 +42,6 @@ from lightning_elastic_zero.coordination.ranks import (
     connect_ranks,
     format_common_error,
 )
-from lightning_elastic_zero.coordination.store import check_open_file_limit, open_file_limit_warning
 from lightning_elastic_zero.errors import RanksError, SaveError
 from tests.support.launch import Job, RankResult, run_ranks, run_side_by_side
 from tests.support.outcome import captured_log
