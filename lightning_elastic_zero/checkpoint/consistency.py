@@ -74,10 +74,10 @@ class ComparedState:
 
     @classmethod
     def of(
-        cls, manifest: Manifest, state: RankState, client: SplitState, own: SplitState
+        cls, manifest: Manifest, state: RankState, client: SplitState, rank_state: SplitState
     ) -> ComparedState:
-        """Return the compared state of this rank; ``own`` is its declared rank state."""
-        entries = entry_digests(client, declared=own.plain)
+        """Return the compared state of this rank; ``rank_state`` is its declared state."""
+        entries = entry_digests(client, declared=rank_state.plain)
         of_library: dict[str, dict[str, str]] = {EXTRA_STATES: {}, OPTIMIZER_STATE: {}}
         for path in list(entries):
             if path[0] in of_library:
@@ -137,40 +137,42 @@ class Differences:
     """Those of ``entries``; empty if there are too many to report."""
 
     @classmethod
-    def between(cls, own: ComparedState, first: Mapping[str, Any]) -> Differences:
+    def between(cls, this_rank: ComparedState, rank_zero: Mapping[str, Any]) -> Differences:
         """Compare a rank's state with the ``digests`` of rank 0."""
-        mine = own.digests()
-        titles = [t for t in own.tables if mine["tables"][t] != first["tables"][t]]
+        digests = this_rank.digests()
+        titles = [t for t in this_rank.tables if digests["tables"][t] != rank_zero["tables"][t]]
         if titles:
-            return cls(titles, own.tables[titles[0]][:_MOST_ROWS])
+            return cls(titles, this_rank.tables[titles[0]][:_MOST_ROWS])
 
         def reported(kind: str) -> list[str]:
-            return differing_items(own, first, kind)[:_MOST_ITEMS]
+            return differing_items(this_rank, rank_zero, kind)[:_MOST_ITEMS]
 
         def buckets(kind: str) -> list[int]:
-            return _differing_buckets(own.items()[kind], first, kind)
+            return _differing_buckets(this_rank.items()[kind], rank_zero, kind)
 
         entries = reported("entries")
         return cls(
-            scalars=own.scalars if mine["scalars"] != first["scalars"] else (),
-            hyperparameters={i: own.hyperparameters[int(i)] for i in reported("hyperparameters")},
-            replicas={index: own.replicas[index] for index in reported("replicas")},
+            scalars=this_rank.scalars if digests["scalars"] != rank_zero["scalars"] else (),
+            hyperparameters={
+                i: this_rank.hyperparameters[int(i)] for i in reported("hyperparameters")
+            },
+            replicas={index: this_rank.replicas[index] for index in reported("replicas")},
             extra_states=bool(buckets("extra_states")),
             optimizer_state=bool(buckets("optimizer_state")),
-            entries={name: own.entries[name] for name in entries},
+            entries={name: this_rank.entries[name] for name in entries},
             entry_buckets=buckets("entries") if len(entries) < _MOST_ITEMS else (),
         )
 
 
-def differing_items(own: ComparedState, first: Mapping[str, Any], kind: str) -> list[str]:
+def differing_items(this_rank: ComparedState, rank_zero: Mapping[str, Any], kind: str) -> list[str]:
     """Return the names of this rank's items that may differ from rank 0's."""
-    items = own.items()[kind]
-    buckets = _differing_buckets(items, first, kind)
+    items = this_rank.items()[kind]
+    buckets = _differing_buckets(items, rank_zero, kind)
     return [name for name in items if _bucket_of(name) in buckets]
 
 
-def _differing_buckets(items: Items, first: Mapping[str, Any], kind: str) -> list[int]:
-    pairs = zip(_bucket_digests(items), first["buckets"][kind], strict=True)
+def _differing_buckets(items: Items, rank_zero: Mapping[str, Any], kind: str) -> list[int]:
+    pairs = zip(_bucket_digests(items), rank_zero["buckets"][kind], strict=True)
     return [index for index, (one, other) in enumerate(pairs) if one != other]
 
 
@@ -191,7 +193,7 @@ def _digest(value: object) -> str:
 
 
 def check_consistent(
-    own: ComparedState, manifest: Manifest, of_ranks: Sequence[Differences]
+    rank_zero: ComparedState, manifest: Manifest, of_ranks: Sequence[Differences]
 ) -> bool:
     """Rank 0: refuse ranks that do not hold the run that rank 0 holds.
 
@@ -203,7 +205,9 @@ def check_consistent(
     """
     for rank, differences in enumerate(of_ranks):
         if differences.tables:
-            here, there = _first_difference(differences.rows, own.tables[differences.tables[0]])
+            here, there = _first_difference(
+                differences.rows, rank_zero.tables[differences.tables[0]]
+            )
             msg = (
                 f"the ranks differ in their {', '.join(differences.tables)}: first {here} on rank "
                 f"{rank}, {there} on rank 0. Build the same model and optimizer, and take the same "
@@ -211,23 +215,25 @@ def check_consistent(
             )
             raise UnsupportedError(msg)
         if differences.optimizer_state:
-            kept = format_names(map(repr, own.optimizer_state)) or "(any)"
+            kept = format_names(map(repr, rank_zero.optimizer_state)) or "(any)"
             msg = (
                 f"{manifest.writer.optimizer} keeps state under the key {kept}, which differs "
                 f"between rank {rank} and rank 0: optimizer state without a parameter must be "
                 "equal on all ranks"
             )
             raise UnsupportedError(msg)
-    return _check_scalars(own.scalars, manifest, of_ranks)
+    return _check_scalars(rank_zero.scalars, manifest, of_ranks)
 
 
 def _check_scalars(
-    own: Sequence[Mapping[str, str]], manifest: Manifest, of_ranks: Sequence[Differences]
+    rank_zero: Sequence[Mapping[str, str]], manifest: Manifest, of_ranks: Sequence[Differences]
 ) -> bool:
     differing = False
     of_groups: dict[tuple[int, str], str] = {}
     for rank, differences in enumerate(of_ranks):
-        for index, (mine, theirs) in enumerate(zip(differences.scalars or own, own, strict=True)):
+        for index, (mine, theirs) in enumerate(
+            zip(differences.scalars or rank_zero, rank_zero, strict=True)
+        ):
             group = manifest.buffers[index].group
             may_differ = {key.name for key in manifest.groups[group].state if key.may_differ}
             if manifest.weights_only:  # The manifest has no states.
@@ -248,7 +254,7 @@ def _check_scalars(
 
 
 def warn_of_differences(
-    own: ComparedState,
+    rank_zero: ComparedState,
     manifest: Manifest,
     of_ranks: Sequence[Differences],
     warned_entries: set[str],
@@ -257,11 +263,11 @@ def warn_of_differences(
 
     An entry of the client state is named once, in ``warned_entries``.
     """
-    _warn_of_hyperparameters(own.hyperparameters, of_ranks)
-    _warn_of_replicas(own.replicas, manifest, of_ranks)
+    _warn_of_hyperparameters(rank_zero.hyperparameters, of_ranks)
+    _warn_of_replicas(rank_zero.replicas, manifest, of_ranks)
     found: dict[str, list[int]] = {}
     for rank, differences in enumerate(of_ranks):
-        for path in _differing_entries(own.entries, differences):
+        for path in _differing_entries(rank_zero.entries, differences):
             if not (path[0] == SCHEDULERS and differences.hyperparameters):
                 found.setdefault(format_tree_path(path), []).append(rank)
     new = [name for name in found if name not in warned_entries]
@@ -275,20 +281,24 @@ def warn_of_differences(
         )
 
 
-def _differing_entries(own: Items, differences: Differences) -> list[TreePath]:
+def _differing_entries(rank_zero: Items, differences: Differences) -> list[TreePath]:
     buckets = differences.entry_buckets
-    lacking = {name for name in own if _bucket_of(name) in buckets}
+    lacking = {name for name in rank_zero if _bucket_of(name) in buckets}
     names = sorted(lacking | differences.entries.keys())
     theirs = differences.entries
-    found: list[TreePath] = [tuple(json.loads(n)) for n in names if own.get(n) != theirs.get(n)]
+    found: list[TreePath] = [
+        tuple(json.loads(n)) for n in names if rank_zero.get(n) != theirs.get(n)
+    ]
     if theirs and not found:  # It is not among the reported ones.
-        return [(f"one of {len(own)} entries",)]
+        return [(f"one of {len(rank_zero)} entries",)]
     return found
 
 
-def _warn_of_replicas(own: Items, manifest: Manifest, of_ranks: Sequence[Differences]) -> None:
+def _warn_of_replicas(
+    rank_zero: Items, manifest: Manifest, of_ranks: Sequence[Differences]
+) -> None:
     drifted = [
-        {int(index) for index, value in differences.replicas.items() if own[index] != value}
+        {int(index) for index, value in differences.replicas.items() if rank_zero[index] != value}
         for differences in of_ranks
     ]
     if not (ranks := [rank for rank, buffers in enumerate(drifted) if buffers]):
@@ -312,20 +322,20 @@ class _Drift:
 
 
 def _warn_of_hyperparameters(
-    own: Sequence[Mapping[str, str]], of_ranks: Sequence[Differences]
+    rank_zero: Sequence[Mapping[str, str]], of_ranks: Sequence[Differences]
 ) -> None:
     values: dict[_Drift, dict[int, str]] = {}
     for rank, differences in enumerate(of_ranks):
         for index, theirs in differences.hyperparameters.items():
             group = int(index)
             for key, value in theirs.items():
-                if value != own[group][key]:
+                if value != rank_zero[group][key]:
                     values.setdefault(_Drift(group, key), {})[rank] = value
     if not values:
         return
-    sentences = [_sentence(drift, values[drift], own, len(of_ranks)) for drift in sorted(values)][
-        :_MOST_NAMED
-    ]
+    sentences = [
+        _sentence(drift, values[drift], rank_zero, len(of_ranks)) for drift in sorted(values)
+    ][:_MOST_NAMED]
     if len(values) > _MOST_NAMED:
         sentences.append(f"{len(values) - _MOST_NAMED} more")
     log.warning(
@@ -338,9 +348,12 @@ def _warn_of_hyperparameters(
 
 
 def _sentence(
-    drift: _Drift, of_rank: Mapping[int, str], own: Sequence[Mapping[str, str]], world_size: int
+    drift: _Drift,
+    of_rank: Mapping[int, str],
+    rank_zero: Sequence[Mapping[str, str]],
+    world_size: int,
 ) -> str:
-    first = own[drift.group][drift.key]
+    first = rank_zero[drift.group][drift.key]
     ranks: dict[str, list[int]] = {first: []}
     for rank in range(world_size):
         ranks.setdefault(of_rank.get(rank, first), []).append(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -23,9 +24,6 @@ from lightning_elastic_zero.checkpoint.types import (
     SaveOptions,
     SaveRequest,
     io_progress,
-    manifest_to_save,
-    state_to_save,
-    warn_of_objects,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import (
@@ -42,10 +40,13 @@ from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.engine.support import recovery_script
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.client_state import (
+    Objects,
     SplitState,
     check_loads_weights_only,
+    find_unknown,
     split_objects,
 )
+from lightning_elastic_zero.formats.elastic_plan import writes_weights
 from lightning_elastic_zero.formats.elastic_write import RankWriter
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
 from lightning_elastic_zero.storage.file_write import as_save_error, write_durably
@@ -59,6 +60,143 @@ from lightning_elastic_zero.storage.own_files import (
     TAG,
 )
 from lightning_elastic_zero.storage.paths import parse_path
+
+log = logging.getLogger(__name__)
+
+
+def save_engine(request: SaveRequest, ranks: Ranks) -> CheckpointStats:
+    """Save an engine while training waits; collective. See ``lightning_elastic_zero.api``.
+
+    A checkpoint at the same path stays until the new one is published. ``ranks`` are those of the
+    training threads.
+
+    Raises:
+        SaveError: the checkpoint could not be written; the last published one is intact.
+        UnsupportedError: part of the state cannot be saved.
+        RanksError: a rank failed, died, or did not call this function.
+    """
+    began = time.monotonic()
+    step = f"save: look at the engine {request.engine.at_step()}"
+    stats = _write(ranks, step, lambda: collect(request, ranks.rank), Cancellation())
+    seconds = time.monotonic() - began
+    return replace(stats, seconds=seconds, waited_s=seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardContents:
+    """The state that one rank writes, and the target."""
+
+    target: AnyPath
+    """The checkpoint's directory."""
+    manifest: Manifest
+    state: RankState
+    client: SplitState
+    """The trainer's state, of which rank 0's is written."""
+    rank_state: SplitState = field(default_factory=SplitState)
+    """The declared state of this rank."""
+    options: SaveOptions = field(default_factory=SaveOptions)
+
+    def compared(self) -> ComparedState:
+        """Return the state that ranks compare."""
+        return ComparedState.of(self.manifest, self.state, self.client, self.rank_state)
+
+
+def collect(request: SaveRequest, rank: int) -> ShardContents:
+    """Return the state of the engine and trainer that this rank writes, by reference.
+
+    Rank 0 also restores or refuses the target of an interrupted save.
+
+    Raises:
+        SaveError: on rank 0, the path must not be replaced.
+        UnsupportedError: part of the state cannot be saved.
+    """
+    engine, options, target = request.engine, request.options, parse_path(request.path)
+    engine.check()
+    manifest = manifest_to_save(engine.describe(), options)
+    state = engine.rank_state(
+        exclude_frozen=options.exclude_frozen, keep_module_weights=options.module_weights
+    )
+    state = _state_to_save(state, manifest, rank)
+    check_loads_weights_only(
+        {
+            "the scheduler's state": state.lr_scheduler,
+            "the loss scaler's state": dict(state.loss_scaler),
+            "the optimizer's state": [dict(flat.scalars) for flat in state.flats],
+            "the optimizer's state of no parameter": dict(state.optimizer_state),
+            "the module's buffers": dict(state.module_buffers),
+        }
+    )
+    client = dict(with_extra_states(request.client_state, engine.module(), options))
+    if state.optimizer_state and not manifest.weights_only:
+        client[OPTIMIZER_STATE] = dict(state.optimizer_state)
+    if rank == 0:
+        warn_of_unsaved(engine.module(), options.examined_modules)
+        folder_at(target).prepare(f"step-{manifest.progress.global_steps}")
+    rank_state = split_objects(request.rank_state)
+    return ShardContents(target, manifest, state, split_objects(client), rank_state, options)
+
+
+def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
+    """Return an engine's manifest as it is saved: with stage, progress and excluded names.
+
+    Only frozen weights and buffers can be excluded.
+    """
+    manifest = replace(
+        manifest,
+        # An engine without an optimizer has no stage: the files are ZeRO-1's.
+        stage=manifest.stage or int(not manifest.groups),
+        progress=replace(manifest.progress, **options.progress),
+    )
+    if options.weights_only or not manifest.groups:
+        groups = tuple(replace(group, state=()) for group in manifest.groups)
+        manifest = replace(manifest, weights_only=True, groups=groups)
+    left_out = {
+        p.name
+        for p in manifest.parameters
+        if p.group is None
+        and (
+            (options.exclude_frozen and bool(manifest.groups))
+            or options.left_out.issuperset({p.name, *p.aliases})
+        )
+    }
+    in_order = [p.name for p in manifest.parameters if p.name in left_out]
+    buffers = [name for name in manifest.module_buffers if name in options.left_out]
+    return replace(
+        manifest,
+        excluded=(*in_order, *buffers),
+        module_buffers=tuple(n for n in manifest.module_buffers if n not in options.left_out),
+    )
+
+
+def _state_to_save(state: RankState, manifest: Manifest, rank: int) -> RankState:
+    """Return the part of a rank's state that it writes."""
+    flats, writes = state.flats, writes_weights(manifest, rank)
+    if manifest.weights_only:
+        flats = tuple(replace(flat, elementwise={}) for flat in flats)
+    frozen = {p.name for p in manifest.frozen if writes}
+    return replace(
+        state,
+        flats=flats,
+        frozen={name: piece for name, piece in state.frozen.items() if name in frozen},
+        module_weights=state.module_weights if writes else {},
+        module_buffers={name: state.module_buffers[name] for name in manifest.module_buffers},
+    )
+
+
+def write_shards(
+    contents: ShardContents,
+    ranks: Ranks,
+    cancellation: Cancellation | None = None,
+) -> CheckpointStats:
+    """Write collected state and publish the checkpoint; see ``save_engine``. Collective.
+
+    Args:
+        contents: the state that this rank writes.
+        ranks: the ranks of the calling thread.
+        cancellation: lets another thread cancel the save.
+    """
+    cancellation = cancellation or Cancellation()
+    return _write(ranks, "save: make a directory", lambda: contents, cancellation)
 
 
 class Cancellation:
@@ -88,128 +226,6 @@ class Cancellation:
         with self._deciding:
             self.check()
             self.committed = True
-
-
-def save_engine(request: SaveRequest, ranks: Ranks) -> CheckpointStats:
-    """Save an engine while training waits; collective. See ``lightning_elastic_zero.api``.
-
-    A checkpoint at the same path stays until the new one is published. ``ranks`` are those of the
-    training threads.
-
-    Raises:
-        SaveError: the checkpoint could not be written; the last published one is intact.
-        UnsupportedError: part of the state cannot be saved.
-        RanksError: a rank failed, died, or did not call this function.
-    """
-    began = time.monotonic()
-
-    step = f"save: look at the engine {request.engine.at_step()}"
-    stats = _write(ranks, step, lambda: collect(request, ranks.rank), Cancellation())
-    seconds = time.monotonic() - began
-    return replace(stats, seconds=seconds, waited_s=seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardContents:
-    """The state that one rank writes, and the target."""
-
-    target: AnyPath
-    """The checkpoint's directory."""
-    manifest: Manifest
-    state: RankState
-    client: SplitState
-    """The trainer's state, of which rank 0's is written."""
-    own: SplitState = field(default_factory=SplitState)
-    """The declared state of this rank."""
-    options: SaveOptions = field(default_factory=SaveOptions)
-
-    def compared(self) -> ComparedState:
-        """Return the state that ranks compare."""
-        return ComparedState.of(self.manifest, self.state, self.client, self.own)
-
-
-@dataclass(frozen=True, slots=True)
-class _NewSave:
-    """Rank 0's message to all ranks before they write."""
-
-    path: str
-    save_id: str
-    digests: Mapping[str, Any]
-    """Rank 0's ``ComparedState.digests``."""
-
-    @property
-    def token(self) -> str:
-        """Name of the file by which a rank recognises the directory of this save."""
-        return f"{SEEN_PREFIX}{self.save_id}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """A rank's message to rank 0 after it has written."""
-
-    files: Sequence[FileEntry]
-    kept: Sequence[str]
-    """Kinds of state that this rank has kept besides the rest (``Manifest.rank_state``)."""
-    differences: Differences
-    requests: int
-    """Requests to an object store."""
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> _Written:
-        files = [FileEntry(**entry) for entry in plain["files"]]
-        differences = Differences(**plain["differences"])
-        return cls(files, plain["kept"], differences, plain["requests"])
-
-
-def collect(request: SaveRequest, rank: int) -> ShardContents:
-    """Return the state of the engine and trainer that this rank writes, by reference.
-
-    Rank 0 also restores or refuses the target of an interrupted save.
-
-    Raises:
-        SaveError: on rank 0, the path must not be replaced.
-        UnsupportedError: part of the state cannot be saved.
-    """
-    engine, options, target = request.engine, request.options, parse_path(request.path)
-    engine.check()
-    manifest = manifest_to_save(engine.describe(), options)
-    state = engine.rank_state(
-        exclude_frozen=options.exclude_frozen, keep_module_weights=options.module_weights
-    )
-    state = state_to_save(state, manifest, rank)
-    check_loads_weights_only(
-        {
-            "the scheduler's state": state.lr_scheduler,
-            "the loss scaler's state": dict(state.loss_scaler),
-            "the optimizer's state": [dict(flat.scalars) for flat in state.flats],
-            "the optimizer's state of no parameter": dict(state.optimizer_state),
-            "the module's buffers": dict(state.module_buffers),
-        }
-    )
-    client = dict(with_extra_states(request.client_state, engine.module(), options))
-    if state.optimizer_state and not manifest.weights_only:
-        client[OPTIMIZER_STATE] = dict(state.optimizer_state)
-    if rank == 0:
-        warn_of_unsaved(engine.module(), options.examined_modules)
-        folder_at(target).prepare(f"step-{manifest.progress.global_steps}")
-    split, own = split_objects(client), split_objects(request.rank_state)
-    return ShardContents(target, manifest, state, split, own, options)
-
-
-def write_shards(
-    contents: ShardContents,
-    ranks: Ranks,
-    cancellation: Cancellation | None = None,
-) -> CheckpointStats:
-    """Write collected state and publish the checkpoint; see ``save_engine``. Collective.
-
-    Args:
-        contents: the state that this rank writes.
-        ranks: the ranks of the calling thread.
-        cancellation: lets another thread cancel the save.
-    """
-    cancellation = cancellation or Cancellation()
-    return _write(ranks, "save: make a directory", lambda: contents, cancellation)
 
 
 def _write(
@@ -284,18 +300,68 @@ class _Looked:
     """Requests to the object store before this save."""
 
 
+@dataclass(frozen=True, slots=True)
+class _NewSave:
+    """Rank 0's message to all ranks before they write."""
+
+    path: str
+    save_id: str
+    digests: Mapping[str, Any]
+    """Rank 0's ``ComparedState.digests``."""
+
+    @property
+    def token(self) -> str:
+        """Name of the file by which a rank recognises the directory of this save."""
+        return f"{SEEN_PREFIX}{self.save_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A rank's message to rank 0 after it has written."""
+
+    files: Sequence[FileEntry]
+    kept: Sequence[str]
+    """Kinds of state that this rank has kept besides the rest (``Manifest.rank_state``)."""
+    differences: Differences
+    requests: int
+    """Requests to an object store."""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> _Written:
+        files = [FileEntry(**entry) for entry in plain["files"]]
+        differences = Differences(**plain["differences"])
+        return cls(files, plain["kept"], differences, plain["requests"])
+
+
 def _stage(looked: _Looked, ranks: Ranks, staged: list[Staged]) -> _NewSave:
     """Rank 0: make the folder in which all ranks write; return its description."""
     contents = looked.contents
     target, folder = contents.target, folder_at(contents.target)
     new = _NewSave(str(target), uuid.uuid4().hex, looked.compared.digests())
     folder.check_shareable(ranks.world_size)
-    objects = (*contents.client.objects, *contents.own.objects)
-    warn_of_objects(target, objects, contents.options.warned_objects)
+    objects = (*contents.client.objects, *contents.rank_state.objects)
+    _warn_of_objects(target, objects, contents.options.warned_objects)
     with as_save_error(target):
         staged.append(folder.stage(new.save_id, ranks.progress))
         folder.staging(new.save_id).leave(new.token)
     return new
+
+
+def _warn_of_objects(path: AnyPath, objects: Objects, warned: set[str] | None) -> None:
+    """Rank 0: warn once of each object that a load without ``allow_pickle`` refuses."""
+    if warned is None:
+        return
+    new = [(at, value) for at, value in objects if format_tree_path(at) not in warned]
+    warned.update(format_tree_path(at) for at, _ in new)
+    for where, name in find_unknown(tuple(new)).items():
+        log.warning(
+            "%s: %s contains a Python object of %s, which is not plain data: loading this "
+            "checkpoint needs allow_pickle=True. Save numbers, strings, lists, dicts or tensors "
+            "instead.",
+            path,
+            where,
+            name,
+        )
 
 
 def _progress(contents: ShardContents, ranks: Ranks, cancellation: Cancellation) -> Progress:
@@ -326,15 +392,14 @@ def _write_files(looked: _Looked, new: _NewSave, writer: RankWriter) -> _Written
     contents, differences = looked.contents, Differences.between(looked.compared, new.digests)
     if differences.tables:
         return _Written([], [], differences, 0)
-    state, client, own = contents.state, contents.client, contents.own
     if writer.rank:
         names = differing_items(looked.compared, new.digests, "buffers")
-        state, client, own = _part_of_rank(contents, differences, names)
-    files = writer.write(state, client, own)
+        contents = _part_of_rank(contents, differences, names)
+    files = writer.write(contents.state, contents.client, contents.rank_state)
     kept = {
-        BUFFERS: bool(writer.rank and state.module_buffers),
-        OWN_STATE: bool(own.plain),
-        MODULE_WEIGHTS: any(flat.weights for flat in state.flats),
+        BUFFERS: bool(writer.rank and contents.state.module_buffers),
+        OWN_STATE: bool(contents.rank_state.plain),
+        MODULE_WEIGHTS: any(flat.weights for flat in contents.state.flats),
     }
     requests = folder_at(contents.target).requests - looked.requests
     return _Written(
@@ -344,18 +409,19 @@ def _write_files(looked: _Looked, new: _NewSave, writer: RankWriter) -> _Written
 
 def _part_of_rank(
     contents: ShardContents, differences: Differences, buffers: Sequence[str]
-) -> tuple[RankState, SplitState, SplitState]:
+) -> ShardContents:
     """Return the state that a rank other than 0 writes; ``buffers`` differ from rank 0's."""
-    state, client, own = contents.state, contents.client, contents.own
+    state, client, rank_state = contents.state, SplitState(), contents.rank_state
     if differences.extra_states:
-        own = own | client.only(EXTRA_STATES)
+        rank_state = rank_state | contents.client.only(EXTRA_STATES)
+    weights = state.module_weights
+    if weights:
+        # DeepSpeed's loader for ZeRO-3 reads nothing but the rank's own model file.
+        weights = {**weights, **state.module_buffers}
+        client = SplitState(contents.client.plain)
     differing = {name: state.module_buffers[name] for name in buffers}
-    if not state.module_weights:
-        return replace(state, module_buffers=differing), SplitState(), own
-    # DeepSpeed's loader for ZeRO-3 reads nothing but the rank's own model file.
-    weights = {**state.module_weights, **state.module_buffers}
     state = replace(state, module_weights=weights, module_buffers=differing)
-    return state, SplitState(client.plain), own
+    return replace(contents, state=state, client=client, rank_state=rank_state)
 
 
 def _complete(

@@ -93,7 +93,7 @@ class Snapshotter:
             contents,
             state=_copied_state(contents.state, copies),
             client=_copied(contents.client),
-            own=_copied(contents.own),
+            rank_state=_copied(contents.rank_state),
         )
         copies.start(self._copied)
         return Snapshot(contents, tuple(self._copied))

@@ -6,17 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import Progress, ShowBytes, show_nothing
-from lightning_elastic_zero.core.tensors import RankState
-from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.engine.live import LiveEngine
-from lightning_elastic_zero.formats.client_state import Objects, find_unknown
-from lightning_elastic_zero.formats.elastic_plan import writes_weights
 from lightning_elastic_zero.storage.object_store import AnyPath
 
 REPORT_EVERY_S = 10.0
@@ -174,67 +170,3 @@ def io_progress(
             log.info("%s a checkpoint: %.1f GB on rank 0 so far", doing, done / 1e9)
 
     return Progress(check, advance)
-
-
-def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
-    """Return an engine's manifest as it is saved: with stage, progress and excluded names.
-
-    Only frozen weights and buffers can be excluded.
-    """
-    manifest = replace(
-        manifest,
-        # An engine without an optimizer has no stage: the files are ZeRO-1's.
-        stage=manifest.stage or int(not manifest.groups),
-        progress=replace(manifest.progress, **options.progress),
-    )
-    if options.weights_only or not manifest.groups:
-        groups = tuple(replace(group, state=()) for group in manifest.groups)
-        manifest = replace(manifest, weights_only=True, groups=groups)
-    left_out = {
-        p.name
-        for p in manifest.parameters
-        if p.group is None
-        and (
-            (options.exclude_frozen and bool(manifest.groups))
-            or options.left_out.issuperset({p.name, *p.aliases})
-        )
-    }
-    in_order = [p.name for p in manifest.parameters if p.name in left_out]
-    buffers = [name for name in manifest.module_buffers if name in options.left_out]
-    return replace(
-        manifest,
-        excluded=(*in_order, *buffers),
-        module_buffers=tuple(n for n in manifest.module_buffers if n not in options.left_out),
-    )
-
-
-def state_to_save(state: RankState, manifest: Manifest, rank: int) -> RankState:
-    """Return the part of a rank's state that it writes."""
-    flats, writes = state.flats, writes_weights(manifest, rank)
-    if manifest.weights_only:
-        flats = tuple(replace(flat, elementwise={}) for flat in flats)
-    frozen = {p.name for p in manifest.frozen if writes}
-    return replace(
-        state,
-        flats=flats,
-        frozen={name: piece for name, piece in state.frozen.items() if name in frozen},
-        module_weights=state.module_weights if writes else {},
-        module_buffers={name: state.module_buffers[name] for name in manifest.module_buffers},
-    )
-
-
-def warn_of_objects(path: AnyPath, objects: Objects, warned: set[str] | None) -> None:
-    """Rank 0: warn once of each object that a load without ``allow_pickle`` refuses."""
-    if warned is None:
-        return
-    new = [(at, value) for at, value in objects if format_tree_path(at) not in warned]
-    warned.update(format_tree_path(at) for at, _ in new)
-    for where, name in find_unknown(tuple(new)).items():
-        log.warning(
-            "%s: %s contains a Python object of %s, which is not plain data: loading this "
-            "checkpoint needs allow_pickle=True. Save numbers, strings, lists, dicts or tensors "
-            "instead.",
-            path,
-            where,
-            name,
-        )

@@ -64,15 +64,17 @@ class RankWriter:
     progress: Progress
     """Receives the number of bytes written."""
 
-    def write(self, state: RankState, client: SplitState, own: SplitState) -> list[FileEntry]:
+    def write(
+        self, state: RankState, client: SplitState, rank_state: SplitState
+    ) -> list[FileEntry]:
         """Write the rank's files, synced to disk; return their entries for the manifest.
 
         On ranks other than 0, ``state.module_buffers`` has only buffers that differ from rank 0's,
-        and ``client`` has no objects. ``own`` is the state that only this rank restores. Raises
-        SaveError if a file cannot be written.
+        and ``client`` has no objects. ``rank_state`` is the state that only this rank restores.
+        Raises SaveError if a file cannot be written.
         """
         manifest, rank = self.manifest, self.rank
-        trees = {optimizer_file(rank, manifest.precision): self._shard(state, own)}
+        trees = {optimizer_file(rank, manifest.precision): self._shard(state, rank_state)}
         if writes_weights(manifest, rank):
             trees[model_file(rank, manifest.stage)] = self._model(state, client)
         if client.objects:
@@ -106,7 +108,7 @@ class RankWriter:
         save_id = self.manifest.save_id
         return builder.write(tree, self.directory, name, save_id=save_id, progress=self.progress)
 
-    def _shard(self, state: RankState, own: SplitState) -> dict[str, Any]:
+    def _shard(self, state: RankState, rank_state: SplitState) -> dict[str, Any]:
         """Return the tree of the optimizer shard, with None at the entries of the plan."""
         manifest = self.manifest
         zero_3, world_size = manifest.stage == STAGE_WEIGHTS, manifest.world_size
@@ -144,10 +146,10 @@ class RankWriter:
                 inner[GROUP_STEP] = step
         stored: dict[str, Any] = {
             "buffers": _copies(state.module_buffers) if self.rank else {},
-            "state": own.plain,
+            "state": rank_state.plain,
         }
-        if own.objects:
-            stored["objects"] = store_objects(own.objects)
+        if rank_state.objects:
+            stored["objects"] = store_objects(rank_state.objects)
         # The run of each parameter in each flat buffer.
         fragments = [{f.name: [f.start, f.stop] for f in flat.fragments} for flat in state.flats]
         ours = {**self._stamp(), "fragments": fragments, "own": stored}

@@ -20,8 +20,8 @@ from lightning_elastic_zero.checkpoint.consistency import (
     differing_items,
     warn_of_differences,
 )
-from lightning_elastic_zero.checkpoint.save import ShardContents
-from lightning_elastic_zero.checkpoint.types import SaveOptions, manifest_to_save
+from lightning_elastic_zero.checkpoint.save import ShardContents, manifest_to_save
+from lightning_elastic_zero.checkpoint.types import SaveOptions
 from lightning_elastic_zero.core.manifest import Group, Manifest, StateKey
 from lightning_elastic_zero.core.partition import FlatBuffer
 from lightning_elastic_zero.core.tensors import FlatState, RankState, Scalar, canonical_repr
@@ -131,7 +131,7 @@ def test_different_learning_rates_do_not_fail_a_save() -> None:
 
 
 def with_client(state: dict[str, Any], **own: Any) -> ShardContents:
-    return replace(contents({}), client=split_objects(state), own=split_objects(own))
+    return replace(contents({}), client=split_objects(state), rank_state=split_objects(own))
 
 
 @pytest.mark.parametrize("count", [1, 40, 1000])
