@@ -73,16 +73,17 @@ class LoaderRecord:
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> LoaderRecord:
-        """Read the result of ``to_plain``."""
-        consumed, epoch = content["consumed"], content["order_epoch"]
+        """Read the result of ``to_plain``; a missing entry has its default."""
+        entries: dict[str, Any] = {**cls().to_plain(), **content}
+        consumed, epoch = entries["consumed"], entries["order_epoch"]
         if consumed is not None:
             consumed = Consumed(_count(consumed["samples"]), _count(consumed["passes"]))
         return cls(
             consumed,
-            dict(content["order"]),
-            has_run_seed=bool(content["has_run_seed"]),
+            dict(entries["order"]),
+            has_run_seed=bool(entries["has_run_seed"]),
             order_epoch=None if epoch is None else _count(epoch),
-            order_digest=str(content["order_digest"]),
+            order_digest=str(entries["order_digest"]),
         )
 
 

@@ -58,17 +58,12 @@ from lightning_elastic_zero.trainer.lightning import (
     is_interrupted,
     known_callback_metrics,
 )
-from lightning_elastic_zero.trainer.loaded_run import STATE_KEY, counted_loops, saved_position
-from lightning_elastic_zero.trainer.metrics import RESULTS
+from lightning_elastic_zero.trainer.loaded_run import counted_loops, saved_position
 from lightning_elastic_zero.trainer.model_checkpoint import LoadedSaves, ModelCheckpointHooks
 from lightning_elastic_zero.trainer.monitor import checkpoint_bar
-from lightning_elastic_zero.trainer.recorder import (
-    HOOK,
-    SAVES,
-    is_inside_validation,
-    is_inside_window,
-)
+from lightning_elastic_zero.trainer.recorder import is_inside_validation, is_inside_window
 from lightning_elastic_zero.trainer.resume import RunResumer
+from lightning_elastic_zero.trainer.run_state import STATE_KEY, RunState
 from lightning_elastic_zero.trainer.schedulers import (
     resume_as_configured,
     resume_as_saved,
@@ -278,11 +273,11 @@ class LastFit:
         )
         return live
 
-    def put_back(self, state: dict[str, Any]) -> None:
-        """Replace the metrics in a state to be saved by those of the end of the fit."""
-        state["metrics"] = {name: value.detach().cpu() for name, value in self._metrics.items()}
-        if RESULTS in state:
-            state[RESULTS] = {**state[RESULTS], **self._shown}
+    def with_metrics(self, state: RunState) -> RunState:
+        """Return a state to be saved with the metrics of the end of the fit."""
+        metrics = {name: value.detach().cpu() for name, value in self._metrics.items()}
+        results = None if state.results is None else {**state.results, **self._shown}
+        return replace(state, metrics=metrics, results=results)
 
 
 def _ends_run(trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
@@ -505,10 +500,10 @@ class RunCheckpoints:
         of = self._resumer.recorder
         with self._settings.reapplied(trainer):
             record = of.position(trainer, loops, self._world_size)
-            own = of.state_dict(trainer, record, self._device, path)
-            client_state[STATE_KEY] = own
+            own = of.run_state(trainer, record, self._device, path)
             if not is_fitting(trainer):
-                self.last_fit.put_back(own)
+                own = self.last_fit.with_metrics(own)
+            client_state[STATE_KEY] = own.to_plain()
             states = of.loader_states(trainer)
             if of.has_uncounted_step(trainer):
                 rank_zero_warn(
@@ -613,16 +608,16 @@ class RunCheckpoints:
             data = type(getattr(trainer, "datamodule", None)).__qualname__
             kept = {k: v for k, v in state.items() if k not in {"loops", "callbacks", data}}
             return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
-        own = state.setdefault(STATE_KEY, {})
+        own = RunState.from_plain(state.pop(STATE_KEY, {}))
         if counted_loops(state) is not None:
             self._loaded_saves = LoadedSaves(
                 parse_path(path),
                 manifest.progress,
                 int(state.get("global_step", 0)),
-                own.get(SAVES, {}),
-                own.get(HOOK, ""),
+                own.saves,
+                own.hook,
             )
-        self._resumer.resume_from(state, manifest, trainer, path)
+        self._resumer.resume_from(state, own, manifest, trainer, path)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         origins, count = loaded.group_origins, len(manifest.groups)
         groups = [Group((), {}, ()) if o is None else manifest.groups[o] for o in origins]

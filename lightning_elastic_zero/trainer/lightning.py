@@ -72,6 +72,11 @@ NOT_CHECKED = {
 }
 """Optional private names: the library works without them."""
 
+BATCH_END = "on_train_batch_end"
+EPOCH_END = "on_train_epoch_end"
+VALIDATION_END = "on_validation_end"
+"""Names of the hooks in which a ``ModelCheckpoint`` saves."""
+
 WEIGHT_AVERAGING: type[Any] | None = getattr(callbacks, "WeightAveraging", None)
 """Lightning's callback that averages weights; None before Lightning 2.6."""
 

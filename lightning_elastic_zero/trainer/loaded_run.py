@@ -12,9 +12,7 @@ from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.data_progress.counters import EPOCHS, infer_position
 from lightning_elastic_zero.data_progress.position import DataPosition, LoaderRecord, Position
 from lightning_elastic_zero.trainer.lightning import reload_interval
-
-STATE_KEY = "lightning_elastic_zero"
-"""Entry of the checkpoint dictionary for this library's state."""
+from lightning_elastic_zero.trainer.run_state import RunState
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +28,8 @@ class LoadedRun:
     """The position at which this run continues, in steps of its global batch."""
     is_own_format: bool
     """Written by this library, so the data must be the same as in the saved run."""
-    state: Mapping[str, Any]
-    """Result of ``RunRecorder.state_dict`` at the save."""
+    state: RunState
+    """This rank's state at the save."""
     all_loader_states: tuple[Any, ...]
     """States of stateful loaders, for the same number of ranks."""
     validation: Mapping[str, Any]

@@ -24,9 +24,11 @@ from typing_extensions import override
 
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.data_progress.position import Position
-from lightning_elastic_zero.trainer.lightning import continue_epoch, displayed_metrics
-
-EPOCH_END = "on_train_epoch_end"
+from lightning_elastic_zero.trainer.lightning import (
+    EPOCH_END,
+    continue_epoch,
+    displayed_metrics,
+)
 
 _OPTIONS = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
@@ -36,12 +38,6 @@ _OPTIONS = (
 
 SavedResult = Mapping[str, Any]
 """A running result as plain data; see ``_plain``."""
-
-RESULTS = "results"
-"""Entry of this library's state in a checkpoint: the metrics of a rank."""
-
-ENDING = "plateau_epoch_pending"
-"""Entry of the same: the epoch had ended, but the hooks at its end had not all run."""
 
 
 class ResumableResults(running._ResultCollection):
@@ -335,15 +331,13 @@ class EpochMetrics:
         plain, lacking = self._to_plain(metrics)
         values, are_of_all = _known_values(trainer) if is_complete else ({}, True)
         return {
-            RESULTS: {
-                "logged": logged,
-                "metrics": plain,
-                "lacking": lacking,
-                "of_epoch": sorted(self._of_epoch),
-                "values": values,
-                "values_of_all": are_of_all,
-                **displayed_metrics(trainer),
-            }
+            "logged": logged,
+            "metrics": plain,
+            "lacking": lacking,
+            "of_epoch": sorted(self._of_epoch),
+            "values": values,
+            "values_of_all": are_of_all,
+            **displayed_metrics(trainer),
         }
 
     def resume_from(

@@ -40,13 +40,15 @@ from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.trainer.accumulation import pending_micro_batches
-from lightning_elastic_zero.trainer.lightning import is_ending, is_fitting
+from lightning_elastic_zero.trainer.lightning import (
+    BATCH_END,
+    EPOCH_END,
+    VALIDATION_END,
+    is_ending,
+    is_fitting,
+)
 
 T = TypeVar("T")
-
-BATCH_END = "on_train_batch_end"
-EPOCH_END = "on_train_epoch_end"
-VALIDATION_END = "on_validation_end"
 
 
 def _save_at_step(callback: ModelCheckpoint, trainer: pl.Trainer, *of_batch: Any) -> None:

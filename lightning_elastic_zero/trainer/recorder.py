@@ -26,6 +26,9 @@ from lightning_elastic_zero.trainer.accumulation import pending_micro_batches, p
 from lightning_elastic_zero.trainer.batches import BatchController, BatchSettings, batch_size_of
 from lightning_elastic_zero.trainer.checks import BATCH_COUNT_SETTINGS
 from lightning_elastic_zero.trainer.lightning import (
+    BATCH_END,
+    EPOCH_END,
+    VALIDATION_END,
     can_stop_early,
     combined_loader,
     data_fetcher,
@@ -46,24 +49,10 @@ from lightning_elastic_zero.trainer.loaders import (
     length_of,
     samples_per_step,
 )
-from lightning_elastic_zero.trainer.metrics import ENDING, EpochMetrics
-from lightning_elastic_zero.trainer.model_checkpoint import (
-    BATCH_END,
-    EPOCH_END,
-    VALIDATION_END,
-    saves_of,
-)
+from lightning_elastic_zero.trainer.metrics import EpochMetrics
+from lightning_elastic_zero.trainer.model_checkpoint import saves_of
 from lightning_elastic_zero.trainer.prepared_loaders import PreparedLoaders
-
-RANDOM_BEFORE_FETCH = "random_before_fetch"
-"""Entry of a rank's state: the random states right before the next batch was fetched ahead."""
-
-SAVES = "saves"
-"""Entry of a rank's state: the last save of each ``ModelCheckpoint``."""
-
-
-HOOK = "hook"
-"""Entry of a rank's state: the hook of callbacks in which the checkpoint is saved, or empty."""
+from lightning_elastic_zero.trainer.run_state import RunState
 
 
 class RunRecorder:
@@ -213,9 +202,9 @@ class RunRecorder:
             batch_counts=_batch_counts(trainer, batches),
         )
 
-    def state_dict(
+    def run_state(
         self, trainer: pl.Trainer, record: DataPosition, device: torch.device, path: str
-    ) -> dict[str, Any]:
+    ) -> RunState:
         """Return this rank's state of this moment for a checkpoint at a path."""
         loaders = training_loaders(trainer)
         generators = [*map(generator_states, loaders)]
@@ -232,33 +221,30 @@ class RunRecorder:
         batch_ending = is_ending(loop.epoch_loop.batch_progress) or trainer.validating
         is_stopping = is_fitting(trainer) and trainer.should_stop
         has_stopped = any(map(_has_stopped, early_stopping_of(trainer)))
-        results: dict[str, Any] = {}
+        results = None
         if (epoch := self.epoch_metrics) is not None:
             is_complete = record.position.is_over or ending
             results = epoch.state(
                 trainer, validated=validated, ending=ending, is_complete=is_complete
             )
-        fetched_ahead = {}
-        if _has_fetched_ahead(trainer) and self.random_before_fetch:
-            fetched_ahead = {RANDOM_BEFORE_FETCH: self.random_before_fetch}
         hook = _hook_of(trainer, ending=ending, validated=validated)
-        return {
-            **results,
-            **fetched_ahead,
-            "validation_began": validating and not validated,
-            "validation_batches": validation_batches(trainer),
-            "random": self._random_before_validation or collect_rng_states(device),
-            "generators": generators,
-            "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
-            ENDING: ending,
+        return RunState(
+            results=results,
+            random_before_fetch=self.random_before_fetch if _has_fetched_ahead(trainer) else None,
+            validation_began=validating and not validated,
+            validation_batches=validation_batches(trainer),
+            random=self._random_before_validation or collect_rng_states(device),
+            generators=generators,
+            metrics={name: value.detach().cpu() for name, value in metrics.items()},
+            plateau_epoch_pending=ending,
             # Lightning counts a batch for the loggers when it has ended.
-            "axis": logged_steps(trainer) + batch_ending,
+            axis=logged_steps(trainer) + batch_ending,
             # Another stop ends this run only, such as that of a Timer before a deadline.
-            "waits_to_stop": is_stopping and (has_stopped or not can_stop_early(trainer)),
-            SAVES: saves_of(trainer, path, hook),
-            HOOK: hook,
-            "plateau_step_pending": batch_ending and not is_inside_window(trainer),
-        }
+            waits_to_stop=is_stopping and (has_stopped or not can_stop_early(trainer)),
+            saves=saves_of(trainer, path, hook),
+            hook=hook,
+            plateau_step_pending=batch_ending and not is_inside_window(trainer),
+        )
 
     def loader_states(self, trainer: pl.Trainer) -> list[Any]:
         """Return the states of stateful loaders at the last optimizer step."""

@@ -22,17 +22,13 @@ from lightning_elastic_zero.trainer.batches import BatchController
 from lightning_elastic_zero.trainer.checks import warn_of_shuffling, warn_of_unresumable_data
 from lightning_elastic_zero.trainer.data_position import UnresumableDataPolicy
 from lightning_elastic_zero.trainer.lightning import reload_interval, training_loaders
-from lightning_elastic_zero.trainer.loaded_run import (
-    STATE_KEY,
-    LoadedRun,
-    counted_loops,
-    saved_position,
-)
+from lightning_elastic_zero.trainer.loaded_run import LoadedRun, counted_loops, saved_position
 from lightning_elastic_zero.trainer.loaders import samples_per_step
 from lightning_elastic_zero.trainer.metrics import EpochMetrics
 from lightning_elastic_zero.trainer.prepared_loaders import PreparedLoaders
 from lightning_elastic_zero.trainer.recorder import RunRecorder
 from lightning_elastic_zero.trainer.resume_steps import ResumeSteps
+from lightning_elastic_zero.trainer.run_state import RunState
 
 
 class RunResumer:
@@ -64,10 +60,14 @@ class RunResumer:
         return self._loaded is not None
 
     def resume_from(
-        self, state: dict[str, Any], manifest: Manifest, trainer: pl.Trainer, where: str
+        self,
+        state: dict[str, Any],
+        run_state: RunState,
+        manifest: Manifest,
+        trainer: pl.Trainer,
+        where: str,
     ) -> None:
         """Convert a loaded checkpoint's loop counters to this number of devices, in place."""
-        run_state = state.pop(STATE_KEY, {})
         if (loops := counted_loops(state)) is None:
             return
         saved = saved_position(state, manifest, where)

@@ -45,13 +45,9 @@ from lightning_elastic_zero.trainer.lightning import (
 )
 from lightning_elastic_zero.trainer.loaded_run import LoadedRun
 from lightning_elastic_zero.trainer.loaders import samples_per_step, set_generator_states
-from lightning_elastic_zero.trainer.metrics import ENDING, RESULTS, EpochMetrics, SavedMetrics
+from lightning_elastic_zero.trainer.metrics import EpochMetrics, SavedMetrics
 from lightning_elastic_zero.trainer.prepared_loaders import PreparedLoaders
-from lightning_elastic_zero.trainer.recorder import (
-    RANDOM_BEFORE_FETCH,
-    RunRecorder,
-    validation_batches,
-)
+from lightning_elastic_zero.trainer.recorder import RunRecorder, validation_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +154,9 @@ class ResumeSteps:
     def _restore_metrics(self, loaded: LoadedRun, metrics: EpochMetrics) -> None:
         """Step 6: restore the values that callbacks read, and those of the epoch of step 3."""
         trainer, state, position = loaded.trainer, loaded.state, loaded.position
-        known = state.get("metrics", {}).items()
-        trainer.callback_metrics.update({name: value.to(self.device) for name, value in known})
-        saved = SavedMetrics(state.get(RESULTS), bool(state.get(ENDING)), loaded.is_same_world)
+        known = {name: value.to(self.device) for name, value in state.metrics.items()}
+        trainer.callback_metrics.update(known)
+        saved = SavedMetrics(state.results, state.plateau_epoch_pending, loaded.is_same_world)
         starts_over = loaded.saved.position.steps > 0 == position.steps and not position.is_over
         metrics.resume_from(saved, trainer, position, starts_over=starts_over)
 
@@ -170,10 +166,10 @@ class ResumeSteps:
         Needs the loops of step 5 and the metrics of step 6.
         """
         trainer, state = loaded.trainer, loaded.state
-        ends_batch, is_pending = _will_end_batch(trainer), state.get("plateau_step_pending")
+        ends_batch, is_pending = _will_end_batch(trainer), state.plateau_step_pending
         if is_pending and not ends_batch:
             _step_plateaus(trainer, "step", trainer.fit_loop.epoch_loop.batch_idx + 1)
-        if state.get(ENDING):
+        if state.plateau_epoch_pending:
             _step_plateaus(trainer, "epoch", loaded.position.epoch)
         if ends_batch and is_pending is False:  # already updated for this batch
             self.intervals.suspend_plateau_steps(trainer)
@@ -184,7 +180,7 @@ class ResumeSteps:
         combined: Any = combined_loader(trainer)
         if not loaded.position.epoch:  # its iterator is recreated here
             self.loaders.restore_new_generators(trainer)
-        if loaded.is_same_world and (before := loaded.state.get(RANDOM_BEFORE_FETCH)):
+        if loaded.is_same_world and (before := loaded.state.random_before_fetch):
             self.recorder.random_before_fetch = before
             set_rng_states(before, self.device)
         restart_data(loaded, combined, consumed)
@@ -201,7 +197,7 @@ class ResumeSteps:
     def _stop_as_requested(self, loaded: LoadedRun) -> None:
         """Step 10: request a stop that was requested before the save."""
         trainer = loaded.trainer
-        if not loaded.state.get("waits_to_stop"):
+        if not loaded.state.waits_to_stop:
             return
         where = "at min_epochs/min_steps"
         if can_stop_early(trainer):
@@ -214,16 +210,16 @@ class ResumeSteps:
     def _restore_random(self, loaded: LoadedRun) -> None:
         """Step 11: restore random states: last, because all other steps may draw numbers."""
         trainer, state = loaded.trainer, loaded.state
-        if "random" not in state:
+        if state.random is None:
             return
         loaders = training_loaders(trainer)
         kinds = ("workers", "order") if loaded.is_same_world else ("order",)
-        saved = () if loaded.makes_loaders else state.get("generators", ())
+        saved = () if loaded.makes_loaders else state.generators
         for loader, states in zip(loaders, saved, strict=False):
             set_generator_states(loader, states, *kinds)
         if loaded.is_same_world:
             warn_of_workers(loaders, loaded.position)
-            set_rng_states(state["random"], self.device)
+            set_rng_states(state.random, self.device)
             return
         seed_rng_streams(run_seed(), trainer.global_step, trainer.global_rank)
         rank_zero_info(
@@ -261,7 +257,7 @@ def _restart_fit_loop(loaded: LoadedRun) -> None:
         # were restored, so what the iterator draws on creation is the same.
         fit.epoch_loop.restarting = fit._resuming_from_checkpoint = False
     fit._restarting = False
-    axis: int | None = loaded.state.get("axis")
+    axis = loaded.state.axis
     if trainer.lightning_module.automatic_optimization:
         axis = trainer.global_step  # the loggers count optimizer steps then
     if axis is not None:
@@ -282,8 +278,8 @@ def _restore_validation_counters(loaded: LoadedRun) -> None:
     loop = loaded.trainer.fit_loop.epoch_loop.val_loop
     counters = validation_counters_at(
         loaded.validation,
-        began=bool(loaded.state.get("validation_began")),
-        was=int(loaded.state.get("validation_batches", 0)),
+        began=loaded.state.validation_began,
+        was=loaded.state.validation_batches,
         now=validation_batches(loaded.trainer),
     )
     loop.batch_progress.load_state_dict(counters)

@@ -402,7 +402,7 @@ LOADER = LoaderRecord().to_plain()
     [
         *({"epoch": value} for value in (None, "x", -1, math.inf)),
         *({"epoch_steps": -1}, {"global_step": -1}, {"planned_steps": "many"}),
-        *({"loaders": 3}, {"loaders": [{}]}, {"loaders": [{**LOADER, "order_epoch": -1}]}),
+        *({"loaders": 3}, {"loaders": [3]}, {"loaders": [{**LOADER, "order_epoch": -1}]}),
         {"loaders": [{**LOADER, "consumed": {"samples": -1, "passes": 0}}]},
         {"loaders": [{**LOADER, "consumed": {"samples": 1}}]},
     ],
@@ -419,6 +419,11 @@ def test_a_missing_field_of_a_record_is_named(name: str) -> None:
     damaged = replace(manifest, progress=replace(manifest.progress, sampler=fields))
     with pytest.raises(CheckpointFormatError, match=f"here.*{name}"):
         DataPosition.of(damaged, "here")
+
+
+def test_a_missing_field_of_a_loader_has_its_default() -> None:
+    manifest = manifest_of(RECORD, loaders=[{}, {"order": ORDER}])
+    assert DataPosition.of(manifest, "here").loaders == (LoaderRecord(), LoaderRecord(order=ORDER))
 
 
 @given(st.integers(1, 50), st.integers(0, 20))
