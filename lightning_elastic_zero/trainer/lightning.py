@@ -55,7 +55,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_last_checkpoint_saved _last_global_step_saved",
     "DeepSpeedStrategy": "_auto_select_batch_size _config_initialized "
     "_format_batch_size_and_grad_accum_config _init_config_if_needed _init_optimizers "
-    "_parallel_devices _timeout",
+    "_timeout",
     "a WeightAveraging": "_average_model _swap_models",
     "a wrapped sampler": "_sampler",
 }

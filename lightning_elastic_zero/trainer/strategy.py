@@ -80,8 +80,6 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     _accumulation: GradientAccumulation  # set in setup() of each fit, as _checks
     _checks: tuple[RequiresGradCheck, SampleOrderCheck]
-    num_nodes = nodes_of_job
-    parallel_devices = devices_of_node
 
     @takes(ElasticOptions)
     def __init__(
@@ -142,6 +140,16 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
                 self._checkpoints.prepare(trainer)
                 self._prepared = module
         return module
+
+    @DeepSpeedStrategy.num_nodes.getter  # type: ignore[attr-defined]  # a property
+    def num_nodes(self) -> int:
+        """Number of nodes of the job."""
+        return nodes_of_job(self, super().num_nodes)
+
+    @DeepSpeedStrategy.parallel_devices.getter  # type: ignore[attr-defined]  # a property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """Devices of this node, each with an index."""
+        return devices_of_node(self, super().parallel_devices)
 
     @property
     def _trainer(self) -> pl.Trainer:
