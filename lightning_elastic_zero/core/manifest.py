@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import PurePosixPath
-from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_elastic_zero.core.layout import Layout
 from lightning_elastic_zero.core.partition import (
@@ -84,8 +84,10 @@ def _fields_of(cls: type[Any]) -> list[tuple[Field[Any], Any]]:
 
 
 def _is(kind: Any, value: object) -> bool:
-    """Whether a value is of a plain type, of one of several, a tuple of one, or a mapping."""
+    """Whether a value is of a plain type, one of several, a literal, a tuple, or a mapping."""
     origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in inner
     if origin is tuple:
         return type(value) is tuple and all(type(item) is inner[0] for item in value)
     if origin is Mapping:
@@ -157,17 +159,29 @@ class Parameter:
         return math.prod(self.shape)
 
 
+StateKind: TypeAlias = Literal["elementwise", "scalar"]
+
+
 @dataclass(frozen=True, slots=True)
 class StateKey:
     """One optimizer state with the optimizer's own name (``exp_avg``, ``step``, ...)."""
 
     name: str
-    kind: str
+    kind: StateKind
     """``"elementwise"``: one value per element, partitioned like the parameter. ``"scalar"``: one
     value per flat buffer, a 0-dimensional tensor or a number, equal on all ranks unless it
     ``may_differ``."""
     dtype: str
     """Of the tensor; ``"int"``, ``"float"``, ``"bool"`` or ``"None"`` for a Python value."""
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it is partitioned; mypy reports a kind for which this is not decided."""
+        match self.kind:
+            case "elementwise":
+                return True
+            case "scalar":
+                return False
 
     @property
     def may_differ(self) -> bool:
@@ -176,7 +190,7 @@ class StateKey:
         transformers' Adafactor keeps the norm of the elements that it was given (``RMS``).
         """
         is_float = self.dtype.startswith(("float", "bfloat"))
-        return self.kind == "scalar" and is_float and self.name != "step"
+        return not self.is_elementwise and is_float and self.name != "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +203,16 @@ class Group:
     """The group's dict without its parameters: ``lr``, ``betas``, ``initial_lr``, ..."""
     state: tuple[StateKey, ...]
     """Empty before the first step, and in a weights-only checkpoint."""
+
+    @property
+    def elementwise(self) -> tuple[StateKey, ...]:
+        """Its states with one value per element."""
+        return tuple(key for key in self.state if key.is_elementwise)
+
+    @property
+    def scalars(self) -> tuple[StateKey, ...]:
+        """Its states with one value per flat buffer."""
+        return tuple(key for key in self.state if not key.is_elementwise)
 
 
 @dataclass(frozen=True, slots=True)

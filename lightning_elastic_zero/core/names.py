@@ -306,7 +306,7 @@ def shared_step_counters(saved: Manifest, live: Manifest) -> Iterator[tuple[int,
         if not (group.origins and group.fresh):
             continue
         origin = saved.groups[group.origins[0]]
-        if any(key.kind == "scalar" and key.name == "step" for key in origin.state):
+        if any(key.name == "step" for key in origin.scalars):
             yield index, _first_updates(origin.hyperparameters)
 
 

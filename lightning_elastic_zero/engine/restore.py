@@ -71,9 +71,7 @@ def initial_values(inner: Any, index: int, held: Group) -> dict[str, float]:
     except Exception as error:
         raise _refusal(name, index, f"a trial step of another {name} failed ({error!r})") from error
     found: dict[str, float] = {}
-    for key in held.state:
-        if key.kind != "elementwise":
-            continue
+    for key in held.elementwise:
         state = states.get(key.name)
         if not isinstance(state, torch.Tensor) or state.ndim != 1:
             why = f"{name} does not keep {key.name!r} from its first step on"
@@ -170,21 +168,20 @@ def allocate_states(
     """
     master, live = buffer.values, inner.state.get(buffer.key, {})
     targets: dict[str, torch.Tensor] = {}
-    for key in source.groups[buffer.group].state:
-        if key.kind == "elementwise":
-            stepping = adam_of_muon(inner, inner.param_groups[buffer.group])
-            dtype = _state_dtype(stepping, key, source, master)
-            if key.name == MOMENTUM_KEY and momentum_dtype is not None:
-                dtype = momentum_dtype
-            if buffer.swapped:
-                targets[key.name] = buffer.swapped.empty(dtype)
-                continue
-            on_host = _has_place(live.get(key.name), buffer.key, dtype)
-            targets[key.name] = (
-                host_zeros((master.numel(),), dtype)
-                if on_host or master.device.type == "cpu"
-                else torch.zeros(master.numel(), dtype=dtype, device=master.device)
-            )
+    for key in source.groups[buffer.group].elementwise:
+        stepping = adam_of_muon(inner, inner.param_groups[buffer.group])
+        dtype = _state_dtype(stepping, key, source, master)
+        if key.name == MOMENTUM_KEY and momentum_dtype is not None:
+            dtype = momentum_dtype
+        if buffer.swapped:
+            targets[key.name] = buffer.swapped.empty(dtype)
+            continue
+        on_host = _has_place(live.get(key.name), buffer.key, dtype)
+        targets[key.name] = (
+            host_zeros((master.numel(),), dtype)
+            if on_host or master.device.type == "cpu"
+            else torch.zeros(master.numel(), dtype=dtype, device=master.device)
+        )
     known = set(source.groups[buffer.group].names)
     fresh = [fragment for fragment in fragments if fragment.name not in known]
     if targets and fresh:

@@ -371,8 +371,8 @@ class ZeroShardSet:
     def scalars(self, at: Fragment) -> dict[str, Scalar]:
         shard = self._shard(at.rank)
         state = self._state(shard, at.buffer)
-        keys = [k.name for k in self.groups[self.group_of[at.buffer]].state if k.kind == "scalar"]
-        return self._load(at.rank, {key: state[key] for key in keys})
+        group = self.groups[self.group_of[at.buffer]]
+        return self._load(at.rank, {key.name: state[key.name] for key in group.scalars})
 
     def unmatched(self) -> str:
         """Describe why the optimizer state cannot be restored; else empty."""

@@ -192,8 +192,7 @@ class ElasticReader(CheckpointReader):
         file = self.files.get(optimizer_file(rank, self.manifest.precision))
         states = file.tree[OPTIMIZER][STATES][at.buffer]
         group = self.manifest.groups[self.manifest.buffers[at.buffer].group]
-        keys = [key.name for key in group.state if key.kind == "scalar"]
-        return file.load_tree({key: states[key] for key in keys})
+        return file.load_tree({key.name: states[key.name] for key in group.scalars})
 
     # -- shared state ------------------------------------------------------------------------
 

@@ -100,17 +100,13 @@ def _of_buffer(
 
     masters = (OPTIMIZER, fp32_key(manifest.stage), index)
     yield Item(file, masters, manifest.master_dtype, tuple(in_place(TensorKey("master", index))))
-    for key in () if manifest.weights_only else manifest.groups[buffer.group].state:
-        if key.kind == "elementwise":
-            source, entry = (
-                TensorKey("state", index, key.name),
-                (OPTIMIZER, STATES, index, key.name),
-            )
-            if zero_3:
-                parts = tuple(Run(source, f.offset, f.offset + f.stop - f.start) for f in fragments)
-                yield Item(file, entry, key.dtype, parts, cuts=cuts)
-            else:
-                yield Item(file, entry, key.dtype, tuple(in_place(source)))
+    for key in () if manifest.weights_only else manifest.groups[buffer.group].elementwise:
+        source, entry = TensorKey("state", index, key.name), (OPTIMIZER, STATES, index, key.name)
+        if zero_3:
+            parts = tuple(Run(source, f.offset, f.offset + f.stop - f.start) for f in fragments)
+            yield Item(file, entry, key.dtype, parts, cuts=cuts)
+        else:
+            yield Item(file, entry, key.dtype, tuple(in_place(source)))
     if with_module:
         dtypes = {p.name: p.dtype for p in manifest.optimized}
         parts = tuple(Run(TensorKey("module", f.name), 0, f.stop - f.start) for f in fragments)

@@ -636,10 +636,10 @@ class FullStateReader(CheckpointReader):
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         if self._scalars is None:
             # All at once: each one would read a chunk of the file for a few bytes.
-            kinds = {k.name: k.kind for g in self.manifest.groups for k in g.state}
+            names = {key.name for group in self.manifest.groups for key in group.scalars}
             self._scalars = self._tensors.load_tree(
                 {
-                    name: {k: v for k, v in state.items() if kinds.get(k) == "scalar"}
+                    name: {k: v for k, v in state.items() if k in names}
                     for name, state in self._bound.states.items()
                 }
             )

@@ -223,7 +223,7 @@ def _lost(to: str, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
     lost += tuple(f"optimizer state {key!r}" for key in checkpoint.reader.optimizer_state() or ())
     if to == "universal":
         # DeepSpeed treats any other file next to fp32.pt as a tensor of the parameter's shape.
-        scalars = {k.name for g in manifest.groups for k in g.state if k.kind == "scalar"}
+        scalars = {key.name for group in manifest.groups for key in group.scalars}
         return (*sorted(scalars - {_STEP}), *lost)
     if manifest.progress.global_steps:
         step = f"a resume begins at step 0, not {manifest.progress.global_steps}"
@@ -398,7 +398,7 @@ def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> di
             parameter = checkpoint.parameters[name]
             # Copies: torch.save would keep a shared step shared, and optimizers change it.
             held = {key: copy.deepcopy(value) for key, value in checkpoint.scalars(name).items()}
-            for key in checkpoint.state_keys(name, "elementwise"):
+            for key in checkpoint.state_names(name):
                 source = source_of(checkpoint, entry_of(parameter, key))
                 held[key] = builder.add(source).view(parameter.shape)
             state[len(state)] = held
@@ -726,7 +726,7 @@ def write_universal(
         place = tag / "zero" / parameter.name
         with as_save_error(place):
             place.mkdir()
-        for key in (WEIGHT, *checkpoint.state_keys(parameter.name, "elementwise")):
+        for key in (WEIGHT, *checkpoint.state_names(parameter.name)):
             builder = TorchFileWriter()
             source = source_of(checkpoint, entry_of(parameter, key))
             tensor = builder.add(source).view(parameter.shape)

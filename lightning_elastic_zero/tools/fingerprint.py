@@ -97,7 +97,7 @@ def _scalars(checkpoint: OpenCheckpoint, name: str) -> Iterator[tuple[str, Scala
     """Yield a parameter's scalar states, and the step count if its group keeps it."""
     manifest = checkpoint.manifest
     group = manifest.groups[checkpoint.parameters[name].group or 0]
-    kept = {key.name for key in group.state if key.kind == "scalar"}
+    kept = {key.name for key in group.scalars}
     scalars = checkpoint.scalars(name)
     yield from ((key, scalars[key]) for key in sorted(kept))
     step = group.hyperparameters.get(STEP)

@@ -131,9 +131,8 @@ def weight_bytes(manifest: Manifest, parameter: Parameter) -> int:
 
 def state_bytes(manifest: Manifest, parameter: Parameter) -> int:
     """Return the stored size of a parameter's element-wise optimizer states."""
-    keys = () if parameter.group is None else manifest.groups[parameter.group].state
-    states = [itemsize_of(key.dtype) for key in keys if key.kind == "elementwise"]
-    return parameter.numel * sum(states)
+    keys = () if parameter.group is None else manifest.groups[parameter.group].elementwise
+    return parameter.numel * sum(itemsize_of(key.dtype) for key in keys)
 
 
 def stored_bytes(manifest: Manifest, parameter: Parameter) -> int:

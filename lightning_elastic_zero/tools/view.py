@@ -120,14 +120,14 @@ class OpenCheckpoint:
     def states(self) -> Iterator[TensorEntry]:
         """Yield the element-wise optimizer states of all parameters."""
         for p in self.manifest.optimized:
-            for key in self.state_keys(p.name, "elementwise"):
+            for key in self.state_names(p.name):
                 yield entry_of(p, key)
 
-    def state_keys(self, name: str, kind: str) -> Sequence[str]:
-        """Return the names of a parameter's optimizer states of one kind."""
+    def state_names(self, name: str) -> Sequence[str]:
+        """Return the names of a parameter's element-wise optimizer states."""
         group = self.parameters[name].group
-        state = () if group is None else self.manifest.groups[group].state
-        return [key.name for key in state if key.kind == kind]
+        keys = () if group is None else self.manifest.groups[group].elementwise
+        return [key.name for key in keys]
 
     def scalars(self, name: str) -> Mapping[str, Scalar]:
         """Return the scalar optimizer states of a parameter.
@@ -135,7 +135,8 @@ class OpenCheckpoint:
         A parameter without elements is not stored: it gets those of another parameter of its flat
         buffer, or else of its group.
         """
-        if not self.state_keys(name, "scalar"):
+        group = self.parameters[name].group
+        if group is None or not self.manifest.groups[group].scalars:
             return {}
         holders = itertools.chain((name,), self._neighbours(name))
         held = (at for holder in holders for at in self._layout.covering(holder, 0, 1))
@@ -275,7 +276,7 @@ class OpenCheckpoint:
             # One key after another: most files store the same state of all parameters together.
             table = [(f, WEIGHT) for f in fragments]
             if not masters_only:
-                states = [(f, k) for f in fragments for k in self.state_keys(f.name, "elementwise")]
+                states = [(f, k) for f in fragments for k in self.state_names(f.name)]
                 table += sorted(states, key=lambda pair: pair[1])
             for fragment, key in table:
                 entry = entry_of(self.parameters[fragment.name], key)

@@ -342,6 +342,10 @@ class TestRefusals:
             message = WHERE if type(value) is type(original) or path[-1] == "group" else ""
         assert message.startswith(WHERE)
 
+    def test_an_unknown_kind_of_optimizer_state_is_refused(self) -> None:
+        message = refusal(edited(lambda c: c["groups"][0]["state"][0].update(kind="of rows")))
+        assert "StateKey.kind is 'of rows'" in message
+
     @pytest.mark.parametrize(
         ("edit", "message"),
         [
