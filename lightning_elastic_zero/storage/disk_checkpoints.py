@@ -9,8 +9,8 @@ checkpoint's, because Lightning takes ``last*.ckpt`` and ``hpc_ckpt_*`` for chec
     .zero-owner-<id>.json   the process that writes them
 
 Where the system cannot exchange two names, the target is missing between two renames for some
-microseconds. ``repair`` restores it after a crash in between, and ``remove_leftovers`` removes the
-directories of processes that have ended.
+microseconds. ``repair_all`` restores it after a crash in between, and ``remove_leftovers`` removes
+the directories of processes that have ended.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ OWNER_PREFIX = ".zero-owner-"
 LINK_PREFIX = ".zero-link-"
 """Prefix of a link that is being made. It stays only after a kill."""
 
-SAVE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}")
+HIDDEN_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}")
+"""The end of a hidden name: the id of a save on a disk, or of an export."""
 
 LEFTOVER_AGE_S = 7 * 24 * 3600.0
 """Leftovers of a process whose state is unknown are removed after this time."""
@@ -85,7 +86,7 @@ _EXPORTED = re.compile(
 
 def staging_path(target: Path, save_id: str) -> Path:
     """Return the directory in which the files of a save are written before it is published."""
-    if not SAVE_ID.fullmatch(save_id):
+    if not HIDDEN_ID.fullmatch(save_id):
         msg = f"save_id={save_id!r}, expected at most 64 letters, digits and hyphens"
         raise ValueError(msg)
     return target.parent / f"{STAGING_PREFIX}{save_id}"
@@ -123,10 +124,11 @@ class HiddenDirectory:
 
 
 class StagedDirectory(HiddenDirectory):
-    """A checkpoint being written: ``create``, write to ``path``, then ``publish`` or ``abandon``.
+    """A checkpoint being written: ``create``, write to ``path``, then publish or ``abandon`` it.
 
-    Rank 0 does this; the other ranks find the directory with ``staging_path``. It replaces a
-    checkpoint of this library, a link to one, or an empty directory, and nothing else.
+    ``put_in_place`` and ``clean`` publish it. Rank 0 does this; the other ranks find the directory
+    with ``staging_path``. It replaces a checkpoint of this library, a link to one, or an empty
+    directory, and nothing else.
     """
 
     prefix = ""
@@ -141,7 +143,8 @@ class StagedDirectory(HiddenDirectory):
         """Make the hidden directory and missing parents.
 
         Whether the target may be replaced was checked before (``check_replaceable``): a file that
-        was added to a checkpoint there since then is no reason to fail, and ``publish`` keeps it.
+        was added to a checkpoint there since then is no reason to fail, and ``put_in_place`` keeps
+        it.
         """
         staged = cls(target, save_id)
         try:
@@ -160,14 +163,9 @@ class StagedDirectory(HiddenDirectory):
         write_durably(self.path / MANIFEST_NAME, manifest)
 
     def sync(self, progress: Progress = NO_PROGRESS) -> None:
-        """Flush the names of all files to disk, before ``publish``."""
+        """Flush the names of all files to disk, before ``put_in_place``."""
         with self._publishing(f"Its files are in {self.path}."):
             self._sync_names(progress)
-
-    def publish(self, progress: Progress = NO_PROGRESS) -> None:
-        """Rename the directory to the target in one step, and remove what it replaced."""
-        self.put_in_place()
-        self.clean(progress)
 
     def put_in_place(self) -> None:
         """Rename the directory to the target in one step; ``clean`` must follow.
@@ -182,7 +180,7 @@ class StagedDirectory(HiddenDirectory):
         """
         with self._publishing(f"Its files are in {self.path}."):
             _check_still_replaceable(self.target)
-            put_in_place(self.path, self.target, self._previous)
+            exchange_into_place(self.path, self.target, self._previous)
         try:
             with self._publishing("It is in its place, but a power failure may undo this."):
                 sync_directory(self.target.parent)
@@ -199,7 +197,7 @@ class StagedDirectory(HiddenDirectory):
             raise SaveError(msg) from error
 
     def clean(self, progress: Progress) -> None:
-        """Remove what the published checkpoint replaced; see ``publish``."""
+        """Remove what the published checkpoint replaced."""
         # The checkpoint is published: a failure costs disk space only.
         try:
             for path in (self.path, self._previous):
@@ -211,9 +209,9 @@ class StagedDirectory(HiddenDirectory):
     def abandon(self) -> None:
         """Remove the directory. ``remove_leftovers`` removes what cannot be removed now.
 
-        If an interrupt came between the two renames of ``publish``, the target is missing: the new
-        checkpoint gets its name if it is complete, otherwise the old one gets it back. The owner
-        file stays while anything is left, because it is needed to restore the target.
+        If an interrupt came between the two renames of ``put_in_place``, the target is missing: the
+        new checkpoint gets its name if it is complete, otherwise the old one gets it back. The
+        owner file stays while anything is left, because it is needed to restore the target.
 
         A replaced checkpoint stays, under a hidden name, if a power failure may undo the exchange.
         """
@@ -286,7 +284,7 @@ def make_link(target: Path, link: Path, progress: Progress = NO_PROGRESS) -> Non
         for hidden in (new, old):
             remove_hidden(hidden, link, progress)
         _make_link(new, target, progress)
-        put_in_place(new, link, old)
+        exchange_into_place(new, link, old)
         sync_directory(link.parent)
     except OSError as error:
         msg = f"Could not link {link} to the published {target}: {error.strerror or error}."
@@ -335,7 +333,7 @@ def copy_checkpoint(source: Path, target: Path, progress: Progress) -> None:
 # -- names that change in one step ---------------------------------------------------------------
 
 
-def put_in_place(new: Path, target: Path, aside: Path) -> None:
+def exchange_into_place(new: Path, target: Path, aside: Path) -> None:
     """Rename ``new`` to ``target`` in one step; a replaced entry moves to ``new`` or ``aside``.
 
     Where the system cannot exchange two names, a directory is replaced by two renames, and the name
@@ -403,7 +401,7 @@ def remove_leftovers(parent: Path, progress: Progress = NO_PROGRESS) -> list[Pat
     or when the link is made again. Entries that cannot be removed stay, and directories with files
     that this library did not write.
     """
-    repair(parent)
+    repair_all(parent)
     removed = remove_interrupted_deletions(parent, progress)
     now_s = cache(lambda: filesystem_time_s(owner_path(parent, new_id())))
     for path in sorted(parent.glob(f"{LINK_PREFIX}*")):
@@ -461,7 +459,7 @@ def _untouched_s(path: Path, now_s: Callable[[], float]) -> float:
         return 0.0
 
 
-def repair(parent: Path) -> list[Path]:
+def repair_all(parent: Path) -> list[Path]:
     """Restore all targets in a directory that are missing after a crash between two renames."""
     lost = {
         parent / owner.target
@@ -528,5 +526,5 @@ def _ours(parent: Path) -> Iterator[tuple[str, str]]:
         for entry in entries:
             for kind in (STAGING_PREFIX, PREVIOUS_PREFIX, EXPORT_PREFIX, OWNER_PREFIX):
                 save_id = entry.name.removeprefix(kind).removesuffix(".json")
-                if entry.name.startswith(kind) and SAVE_ID.fullmatch(save_id):
+                if entry.name.startswith(kind) and HIDDEN_ID.fullmatch(save_id):
                     yield kind, save_id

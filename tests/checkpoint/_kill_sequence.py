@@ -19,7 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from lightning_elastic_zero.storage.disk_checkpoints import repair
+from lightning_elastic_zero.storage.disk_checkpoints import repair_all
 from lightning_elastic_zero.storage.ownership import ProcessIdentity
 from tests.support.deterministic_training import Table, Training, published, train
 from tests.support.processes import PROMPT_TIMEOUT_S
@@ -135,7 +135,7 @@ class KillSequence:
     def _resume_from(self) -> str | None:
         """Return the newest checkpoint of one of the folders, or its last."""
         over, top = self.root / "over", self.root / "top"
-        repair(over)
+        repair_all(over)
         last = top / "last.ckpt"
         ways = itertools.chain([over / "same.ckpt"] if self._count % 2 else [last])
         for path in (*ways, last, over / "same.ckpt", *_newest(top)):
@@ -167,7 +167,7 @@ class KillSequence:
         floor_path = self.root / "floor"
         floor = json.loads(floor_path.read_text()) if floor_path.exists() else {}
         for name in ("over", "top"):
-            repair(self.root / name)
+            repair_all(self.root / name)
             found = published(self.root / name)
             sound = [s for s, path in found.items() if self._is_sound(s, path, what)]
             # A run that started from an older checkpoint saves older steps than those that it

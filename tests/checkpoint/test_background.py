@@ -606,7 +606,9 @@ def put_link(root: Path, progress: Progress) -> None:
 
 def publish(root: Path, progress: Progress) -> None:
     fill(root / "a.ckpt")
-    StagedDirectory.create(root / "a.ckpt", "5a7e").publish(progress)
+    staged = StagedDirectory.create(root / "a.ckpt", "5a7e")
+    staged.put_in_place()
+    staged.clean(progress)
 
 
 def sweep(root: Path, progress: Progress) -> None:

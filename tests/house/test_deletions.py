@@ -39,11 +39,11 @@ CAME = RACES + "test_a_directory_with_a_new_file_is_kept"
 
 PLACES: dict[tuple[str, str, str], str] = {
     # -- saving
-    ("storage/disk_checkpoints.py", "put_in_place", "new.replace"): LINKS
+    ("storage/disk_checkpoints.py", "exchange_into_place", "new.replace"): LINKS
     + "test_a_link_does_not_replace_foreign_files",
-    ("storage/disk_checkpoints.py", "put_in_place", "exchange_names"): TAKEN,
-    ("storage/disk_checkpoints.py", "put_in_place", "target.rename"): CAME,
-    ("storage/disk_checkpoints.py", "put_in_place", "new.rename"): LINKS
+    ("storage/disk_checkpoints.py", "exchange_into_place", "exchange_names"): TAKEN,
+    ("storage/disk_checkpoints.py", "exchange_into_place", "target.rename"): CAME,
+    ("storage/disk_checkpoints.py", "exchange_into_place", "new.rename"): LINKS
     + "test_a_directory_with_a_new_file_is_kept",
     ("storage/disk_checkpoints.py", "rename_if_free", "path.rename"): (
         "tests/storage/test_staging.py::TestInterrupted::test_an_interrupt_leaves_the_old_or_the_new_checkpoint"

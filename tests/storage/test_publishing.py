@@ -257,7 +257,8 @@ def test_a_folder_copied_to_a_disk_is_read_replaced_and_removed(
     for name in ("last.ckpt", "b.ckpt"):
         save = StagedDirectory.create(tmp_path / name, new_id())
         fill(save.path, "new")
-        save.publish()
+        save.put_in_place()
+        save.clean(NO_PROGRESS)
         assert contents(tmp_path / name) == complete("new")
     folder_at(tmp_path / "last-v1.ckpt").make_link(folder_at(tmp_path / "b.ckpt"))
     assert (tmp_path / "last-v1.ckpt").is_symlink()

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage import ownership
 from lightning_elastic_zero.storage.disk_checkpoints import (
     LINK_PREFIX,
     StagedDirectory,
     remove_leftovers,
-    repair,
+    repair_all,
     repair_target,
     staging_path,
 )
@@ -73,7 +74,8 @@ def publish(target: Path, content: str, *, exchange: bool = True) -> None:
     fill(staged.path, content)
     staged.sync()
     with no_exchange(possible=exchange):
-        staged.publish()
+        staged.put_in_place()
+        staged.clean(NO_PROGRESS)
 
 
 def killed_save(target: Path, step: str, way: str) -> None:
@@ -236,9 +238,9 @@ class TestKilled:
     def test_repair_finds_every_lost_target(self, tmp_path: Path) -> None:
         publish(tmp_path / "last.ckpt", "old")
         killed_save(tmp_path / "last.ckpt", "set aside", "renames")
-        assert repair(tmp_path) == [tmp_path / "last.ckpt"]
-        assert repair(tmp_path) == []
-        assert repair(tmp_path / "missing") == []
+        assert repair_all(tmp_path) == [tmp_path / "last.ckpt"]
+        assert repair_all(tmp_path) == []
+        assert repair_all(tmp_path / "missing") == []
 
 
 def interrupted_save(target: Path, exchange: bool, *calls: int) -> bool:
@@ -251,7 +253,8 @@ def interrupted_save(target: Path, exchange: bool, *calls: int) -> bool:
             try:
                 with no_exchange(possible=exchange):
                     staged.sync()
-                    staged.publish()
+                    staged.put_in_place()
+                    staged.clean(NO_PROGRESS)
             except BaseException:
                 staged.abandon()
                 raise
@@ -391,7 +394,7 @@ class TestElsewhere:
         os.utime(owner_file, (0, 0))
         remove_leftovers(tmp_path)
         with pytest.raises(SaveError, match="No such file"), no_exchange(possible=exchange):
-            staged.publish()
+            staged.put_in_place()
         staged.abandon()
         assert contents(tmp_path / "a.ckpt") == complete("old")
         assert names_in(tmp_path) == ["a.ckpt"]

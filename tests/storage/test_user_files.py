@@ -274,7 +274,8 @@ class TestSaving:
         (tmp_path / "a.ckpt" / SHARD).unlink(missing_ok=True)
         staged = StagedDirectory.create(tmp_path / "a.ckpt", "new")
         fill(staged.path, "new")
-        staged.publish()
+        staged.put_in_place()
+        staged.clean(NO_PROGRESS)
         assert contents(tmp_path / "a.ckpt") == complete("new")
 
 
@@ -312,7 +313,7 @@ class TestRaces:
         staged.sync()
         place(target)
         with pytest.raises(SaveError, match=r"It appeared after the save began"):
-            staged.publish()
+            staged.put_in_place()
         staged.abandon()
         expected = tmp_path.parent / f"{tmp_path.name}-expected"
         expected.mkdir()

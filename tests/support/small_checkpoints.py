@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.storage import disk_checkpoints as atomic
 from lightning_elastic_zero.storage.disk_checkpoints import StagedDirectory
 
@@ -147,7 +148,8 @@ def publish_staged(
     if instant == "synced":
         do()
     with no_exchange(possible=exchange), before_each_syscall(look):
-        staged.publish()
+        staged.put_in_place()
+        staged.clean(NO_PROGRESS)
     if instant == "cleaned":
         do()
     return acted
