@@ -35,6 +35,7 @@ from lightning_elastic_zero.core.manifest import (
     Manifest,
 )
 from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.core.save_files import LATEST, RECOVERY_SCRIPT, SEEN_PREFIX, TAG
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import format_tree_path
 from lightning_elastic_zero.engine.support import recovery_script
@@ -53,12 +54,6 @@ from lightning_elastic_zero.storage.file_write import as_save_error, write_durab
 from lightning_elastic_zero.storage.folder import Folder, Staged
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.own_files import (
-    LATEST,
-    RECOVERY_SCRIPT,
-    SEEN_PREFIX,
-    TAG,
-)
 from lightning_elastic_zero.storage.paths import parse_path
 
 log = logging.getLogger(__name__)

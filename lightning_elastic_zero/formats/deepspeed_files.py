@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Plain
+from lightning_elastic_zero.core.save_files import LATEST
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.own_files import LATEST, TAG
 from lightning_elastic_zero.storage.paths import read_file
-
-CLIENT_OBJECTS = f"{TAG}/client_objects.pt"
 
 OURS = "elastic_zero"
 """The entry of every file with this library's own data."""
@@ -35,30 +33,6 @@ FROZEN = "frozen_param_fragments"
 def fp32_key(stage: int) -> str:
     """Return the entry with the flat buffers of the masters."""
     return FP32_STAGE_3 if stage == STAGE_WEIGHTS else FP32_STAGE_1_2
-
-
-MODEL_NAME = "mp_rank_00_model_states.pt"
-"""The only model file of ZeRO-1/2."""
-
-
-def optimizer_name(rank: int, prefix: str) -> str:
-    """Return the name of a rank's optimizer shard."""
-    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-
-
-def partitioned_model_name(rank: int) -> str:
-    """Return the name of a rank's model file in ZeRO-3."""
-    return f"zero_pp_rank_{rank}_{MODEL_NAME}"
-
-
-def optimizer_file(rank: int, precision: str) -> str:
-    """Return the path of a rank's optimizer shard in a checkpoint of this library."""
-    return f"{TAG}/{optimizer_name(rank, 'bf16_' if precision == 'bf16' else '')}"
-
-
-def model_file(rank: int, stage: int) -> str:
-    """Return the path of a rank's model file; in ZeRO-1/2 only rank 0 writes one."""
-    return f"{TAG}/{partitioned_model_name(rank) if stage == STAGE_WEIGHTS else MODEL_NAME}"
 
 
 class FragmentAddress:

@@ -45,6 +45,11 @@ from lightning_elastic_zero.core.partition import (
     zero_layout,
 )
 from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.core.save_files import (
+    MODEL_NAME,
+    optimizer_name,
+    partitioned_model_name,
+)
 from lightning_elastic_zero.core.tensors import (
     Scalar,
     dtype_name,
@@ -59,12 +64,9 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.deepspeed_files import (
     FP32_STAGE_3,
-    MODEL_NAME,
     OPTIMIZER,
     OPTIMIZER_STATE,
     OURS,
-    optimizer_name,
-    partitioned_model_name,
     read_tag_folder,
     stub_fields,
 )

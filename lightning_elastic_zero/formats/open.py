@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.core.save_files import LATEST, TAG
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
@@ -46,7 +47,7 @@ from lightning_elastic_zero.storage.file_read import RangeFile
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.own_files import LATEST, TAG, is_checkpoint, latest_in
+from lightning_elastic_zero.storage.own_files import is_checkpoint, latest_in
 from lightning_elastic_zero.storage.paths import NO_ENTRY, raise_unless_damage
 
 MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)

@@ -33,6 +33,7 @@ from lightning_elastic_zero.core.progress import (
     showing,
     tqdm_bar,
 )
+from lightning_elastic_zero.core.save_files import LATEST
 from lightning_elastic_zero.data_progress.batches import plan_batches
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.engine.support import optimizer_wrapper
@@ -44,7 +45,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, is_deepspeed
 from lightning_elastic_zero.formats.open import check_unmixed, resolve_latest
 from lightning_elastic_zero.integrations.series import OWN_SUFFIX, series_of
-from lightning_elastic_zero.storage.own_files import LATEST, is_checkpoint, latest_in
+from lightning_elastic_zero.storage.own_files import is_checkpoint, latest_in
 from lightning_elastic_zero.storage.paths import check_local_path
 
 log = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from pathlib import Path, PurePosixPath
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.core.save_files import TAG
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.file_write import (
     DiskFile,
@@ -36,7 +37,6 @@ from lightning_elastic_zero.storage.file_write import (
     write_durably,
 )
 from lightning_elastic_zero.storage.own_files import (
-    TAG,
     classify_files,
     files_below,
     inspect_target,

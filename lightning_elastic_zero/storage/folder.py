@@ -1,8 +1,9 @@
 """What saves, loads and retention do with a folder, wherever it is.
 
 ``Folder`` is the one protocol of all kinds of storage. The kinds are ``disk_folder.DiskFolder`` and
-``store_folder.StoreFolder``; ``folders.folder_at`` chooses one by the path, and nothing else asks
-which one it is.
+``store_folder.StoreFolder``; ``folders.folder_at`` chooses one by the path. Single files are opened
+by path: ``file_read``, ``file_write`` and ``paths`` distinguish the two kinds too. Callers do so
+only for what disks alone have, by ``Folder.local``.
 
 A rank also writes files for the other ranks to read. An empty token proves that a rank sees the
 same directory; tables are compared between ranks. Both are removed before the checkpoint is

@@ -39,6 +39,9 @@ T = TypeVar("T")
 SCHEMES = ("s3", "gs", "az", "memory")
 """URL schemes of supported stores. ``memory`` is for tests: one process only."""
 
+ACCESS_ADVICE = "the store's credentials, endpoint and region"
+"""What to check if a store refuses a request."""
+
 _log = logging.getLogger(__name__)
 
 

@@ -25,19 +25,11 @@ from typing import Literal
 
 from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME, load_json
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.core.save_files import LATEST, SAVE_FILES
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.paths import read_file, real_path
-
-TAG = "checkpoint"
-"""The folder in a checkpoint: the tag that Lightning passes to DeepSpeed."""
-
-LATEST = "latest"
-RECOVERY_SCRIPT = "zero_to_fp32.py"
-
-SEEN_PREFIX = ".seen-"
-"""Prefix of the names of files that other ranks wait for."""
 
 LINK_FORMAT = "lightning_elastic_zero.link"
 """``format`` of a ``manifest.json`` that is a link, in an object store or a copy of its folder."""
@@ -49,11 +41,10 @@ SAVE_ID = re.compile("[0-9a-f]{32}")
 """The folder of a save's files in an object store, and in a copy on a disk."""
 
 WRITTEN = re.compile(
-    rf"{MANIFEST_NAME}|{LATEST}|{RECOVERY_SCRIPT}|"
-    rf"{re.escape(SEEN_PREFIX)}[0-9A-Za-z-]+|{TAG}/(?:"
-    r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_00_optim_states\.pt|"
-    r"(?:zero_pp_rank_\d+_)?mp_rank_00_model_states\.pt|"
-    rf"client_objects\.pt)(?:{re.escape(SUMS_SUFFIX)})?"
+    "|".join(
+        f"{file.pattern}(?:{re.escape(SUMS_SUFFIX)})?" if file.has_checksums else file.pattern
+        for file in SAVE_FILES
+    )
 )
 """The names of the files that a save writes."""
 
@@ -202,7 +193,8 @@ def recorded_files(data: bytes) -> RecordedFiles:
         return RecordedFiles(problem=f"its {MANIFEST_NAME} is damaged")
     folders = ("", f"{save_id}/") if SAVE_ID.fullmatch(str(save_id)) else ("",)
     sizes: dict[str, int | None] = {MANIFEST_NAME: None}
-    sizes.update(dict.fromkeys(f + name for f in folders for name in (LATEST, RECOVERY_SCRIPT)))
+    unlisted = [file.path for file in SAVE_FILES if file.is_copied_with_id]
+    sizes.update(dict.fromkeys(f + name for f in folders for name in unlisted))
     sizes.update(dict.fromkeys(f"{name}{SUMS_SUFFIX}" for name in files))
     return RecordedFiles({**sizes, **files}, manifest.get("weights_only") is True)
 

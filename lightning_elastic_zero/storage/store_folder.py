@@ -14,7 +14,7 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage.file_write import as_save_error
 from lightning_elastic_zero.storage.folder import Folder
-from lightning_elastic_zero.storage.object_store import StorePath
+from lightning_elastic_zero.storage.object_store import ACCESS_ADVICE, StorePath
 from lightning_elastic_zero.storage.own_files import (
     LINK_FORMAT,
     MOST_LINKS,
@@ -45,7 +45,7 @@ class StoreFolder(Folder):
 
     path: StorePath
 
-    access_advice: ClassVar[str] = "the store's credentials, endpoint and region"
+    access_advice: ClassVar[str] = ACCESS_ADVICE
 
     @property
     def requests(self) -> int:

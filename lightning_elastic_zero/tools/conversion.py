@@ -27,6 +27,7 @@ from lightning_elastic_zero.core.manifest import (
 )
 from lightning_elastic_zero.core.progress import NO_PROGRESS, ByteCount, Progress
 from lightning_elastic_zero.core.requirements import version_of
+from lightning_elastic_zero.core.save_files import TAG
 from lightning_elastic_zero.core.tensors import (
     can_overflow,
     host_chunk,
@@ -47,7 +48,6 @@ from lightning_elastic_zero.storage.file_write import (
     write_durably,
 )
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.own_files import TAG
 from lightning_elastic_zero.storage.paths import check_local_path, read_file, real_path
 from lightning_elastic_zero.tools.view import (
     OpenCheckpoint,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, ByteCount, Progress
+from lightning_elastic_zero.core.save_files import TAG
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
@@ -38,7 +39,6 @@ from lightning_elastic_zero.formats.torch_read import OLD_FORMAT_MARK, foreign_f
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.own_files import TAG
 from lightning_elastic_zero.storage.paths import open_file, parse_path
 from lightning_elastic_zero.tools.view import open_view, run_parts
 

@@ -29,6 +29,7 @@ from lightning_elastic_zero.core.manifest import (
     manifest_from_json,
 )
 from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.save_files import CLIENT_OBJECTS
 from lightning_elastic_zero.core.tensors import same_bits
 from lightning_elastic_zero.data_progress.batches import BatchPlan
 from lightning_elastic_zero.data_progress.position import (
@@ -436,7 +437,7 @@ def test_numbers_and_names_of_the_page_are_those_of_the_code() -> None:
     assert json.loads(examples()[1])["chunk_bytes"] == CHUNK_BYTES
     for name in (
         *(constants.OURS, constants.OPTIMIZER, constants.STATES, constants.FROZEN),
-        *(constants.FP32_STAGE_3, constants.FP32_STAGE_1_2, constants.CLIENT_OBJECTS),
+        *(constants.FP32_STAGE_3, constants.FP32_STAGE_1_2, CLIENT_OBJECTS),
     ):
         assert name in PAGE
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, FileEntry
 from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.core.save_files import SEEN_PREFIX
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointNotFoundError,
@@ -41,7 +42,6 @@ from lightning_elastic_zero.storage.file_write import (
 )
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import StorePath
-from lightning_elastic_zero.storage.own_files import SEEN_PREFIX
 from lightning_elastic_zero.storage.paths import (
     check_local_path,
     parse_path,

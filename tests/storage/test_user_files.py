@@ -21,12 +21,8 @@ from lightning_elastic_zero.checkpoint.file_queue import FileQueue
 from lightning_elastic_zero.checkpoint.types import LoadOptions
 from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.core.progress import NO_PROGRESS
+from lightning_elastic_zero.core.save_files import CLIENT_OBJECTS, model_file, optimizer_file
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.formats.deepspeed_files import (
-    CLIENT_OBJECTS,
-    model_file,
-    optimizer_file,
-)
 from lightning_elastic_zero.storage import disk_checkpoints
 from lightning_elastic_zero.storage.disk_checkpoints import (
     StagedDirectory,

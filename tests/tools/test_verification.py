@@ -25,13 +25,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_elastic_zero.core.manifest import manifest_from_json
 from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.core.save_files import optimizer_file
 from lightning_elastic_zero.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     ElasticZeroError,
 )
-from lightning_elastic_zero.formats.deepspeed_files import is_deepspeed, optimizer_file
+from lightning_elastic_zero.formats.deepspeed_files import is_deepspeed
 from lightning_elastic_zero.formats.newest import checkpoints_in, newest_first
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.engines import find_checkpoint
