@@ -154,7 +154,18 @@ GATHER_ELEMENTS = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class LiveFlatBuffer:
-    """One flat buffer of a live engine on this rank."""
+    """One flat buffer of a live engine on this rank.
+
+    =========================  =====================  ===================  ========================
+    wrapper                    ``master``             ``stepped``          ``low``
+    =========================  =====================  ===================  ========================
+    ZeRO-1, 2 and 3            this rank's partition  None                 its rounded weights
+    ZeRO-3, in files           empty                  None                 its rounded weights
+    stage 0, fp32              view of the weight     the weight           ``master``
+    ``FP16_UnfusedOptimizer``  view of a master       the master, shaped   view of the weight
+    ``FP16_Optimizer``         all masters            None                 all weights
+    =========================  =====================  ===================  ========================
+    """
 
     group: int
     """Index of the optimizer's parameter group."""
@@ -163,7 +174,7 @@ class LiveFlatBuffer:
     paddings: tuple[int, ...]
     """Elements of padding after each parameter (``parameter_alignment``); empty if none."""
     master: torch.Tensor
-    """This rank's master weights, 1-D; key of the optimizer's state. Empty if swapped."""
+    """This rank's master weights, 1-D. Empty if swapped."""
     low: torch.Tensor
     """This rank's low-precision weights, of the same shape."""
     partitions: tuple[torch.Tensor, ...] = ()
@@ -181,19 +192,14 @@ class LiveFlatBuffer:
         return bool(self.swapped) or self.low.data_ptr() != self.master.data_ptr()
 
     @property
-    def key(self) -> torch.Tensor:
-        """The key of the optimizer's state."""
+    def state_key(self) -> torch.Tensor:
+        """The tensor that the optimizer steps, and the key of its state."""
         return self.master if self.stepped is None else self.stepped
 
     @property
     def values(self) -> torch.Tensor:
         """The master weights; those in files are read-only."""
         return self.swapped.masters() if self.swapped else self.master.data
-
-    @property
-    def shaped(self) -> torch.Tensor:
-        """The masters in the shape that the optimizer steps, which is that of its states."""
-        return self.values if self.swapped else self.key
 
     def write_back(self) -> None:
         """Copy the masters back if ``master`` is not a view of the stepped tensor."""

@@ -316,7 +316,12 @@ class LiveEngine:
     def _states(self) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
         """The element-wise and scalar optimizer states of each flat buffer."""
         found = tuple(
-            split_state(self._inner, placed[0].shaped, self._buffer_state(*placed))
+            # The key of a swapped buffer is empty: its masters have the shape of the states.
+            split_state(
+                self._inner,
+                placed[0].values if placed[0].swapped else placed[0].state_key,
+                self._buffer_state(*placed),
+            )
             for placed in self._placed
         )
         if self._stage or not found:  # An evaluation has no optimizer.
@@ -334,7 +339,7 @@ class LiveEngine:
             stepped = self._engine.global_steps > self._engine.skipped_steps
             return partitioned_momentum(optimizer, buffer, row, fragments, stepped=stepped)
         state: Mapping[str, Any]
-        state = stepping_optimizer(optimizer, buffer.sub_group).state.get(buffer.key, {})
+        state = stepping_optimizer(optimizer, buffer.sub_group).state.get(buffer.state_key, {})
         if buffer.swapped:
             return buffer.swapped.states(state)
         if state and is_stepped_on_device(optimizer, buffer.sub_group):
@@ -374,7 +379,7 @@ class LiveEngine:
             loss_scaler=loss_scaler_fields(self._engine),
             lr_scheduler=numpy_to_python(scheduler.state_dict()) if scheduler is not None else None,
             optimizer_state=shared_state(
-                self._inner, [buffer.key for buffer in self._buffers], self._names
+                self._inner, [buffer.state_key for buffer in self._buffers], self._names
             ),
         )
 

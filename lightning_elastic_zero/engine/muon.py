@@ -64,7 +64,7 @@ def partitioned_momentum(
     A rank with only padding has no momentum, but must report the state keys of the others if the
     run has taken a step (``stepped``).
     """
-    whole = inner_optimizer(optimizer).state.get(buffer.key, {}).get(MOMENTUM_KEY)
+    whole = inner_optimizer(optimizer).state.get(buffer.state_key, {}).get(MOMENTUM_KEY)
     if whole is None:
         if fragments or not stepped:
             return {}
@@ -84,7 +84,7 @@ def momentum_dtype(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> torc
     if not uses_muon(optimizer, buffer.group):
         return None
     if wrapper not in PARTITIONING:  # Stage 0: gradients and momentum have the masters' type.
-        return buffer.key.dtype
+        return buffer.state_key.dtype
     dtype: torch.dtype = buffer.master.dtype
     if (kept := _momentum_in_memory(optimizer, buffer)) is not None:
         dtype = kept.dtype
@@ -105,12 +105,12 @@ def place_momentum(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> None
     dtype = momentum_dtype(optimizer, wrapper, buffer)
     if dtype is None:
         return
-    state = inner_optimizer(optimizer).state.get(buffer.key, {})
+    state = inner_optimizer(optimizer).state.get(buffer.state_key, {})
     restored = state.get(MOMENTUM_KEY)
     if (kept := _momentum_in_memory(optimizer, buffer)) is not None:
         # The optimizer's state refers to it; a fresh optimizer has no momentum.
         kept.zero_() if restored is None else kept.copy_(restored)
-        inner_optimizer(optimizer).state[buffer.key][MOMENTUM_KEY] = kept
+        inner_optimizer(optimizer).state[buffer.state_key][MOMENTUM_KEY] = kept
     elif keeps_whole_momenta(optimizer, wrapper, buffer.group):
         # DeepSpeed stages it again from the new state.
         drop_staged_momentum(optimizer)

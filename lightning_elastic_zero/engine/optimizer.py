@@ -70,11 +70,12 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def split_state(
-    optimizer: Any, flat: torch.Tensor, held: Mapping[str, Any]
+    optimizer: Any, like: torch.Tensor, held: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
     """Split the states of one flat buffer into 1-D element-wise tensors and scalars.
 
-    ``flat`` is 1-D, or in stage 0 a weight in its shape. Raises UnsupportedError for another state.
+    ``like`` has the shape of element-wise states: 1-D, or in stage 0 that of a weight. Raises
+    UnsupportedError for another state.
     """
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
@@ -84,7 +85,7 @@ def split_state(
             # DeepSpeed's elastic loader for ZeRO-1/2 adds this dimension to torch's step count
             # (stage_1_and_2.py, line 3603 of 0.19.8). It remains in training and later saves.
             value = value.reshape(())
-        if _is_elementwise(optimizer, flat, key, value):
+        if _is_elementwise(optimizer, like, key, value):
             elementwise[key] = value if value.ndim == 1 else value.detach().reshape(-1)
             continue
         is_plain = type(value) in _PLAIN_TENSORS
@@ -94,7 +95,7 @@ def split_state(
             what = tuple(value.shape) if is_plain else type(value).__name__
             msg = (
                 f"{type(optimizer).__name__} keeps {key!r} as {what} for a flat buffer of "
-                f"{flat.numel()} elements, which is neither element-wise nor a scalar and cannot "
+                f"{like.numel()} elements, which is neither element-wise nor a scalar and cannot "
                 "be partitioned for another number of devices. Use an optimizer with element-wise "
                 "state"
             )
@@ -102,7 +103,7 @@ def split_state(
     return elementwise, scalars
 
 
-def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object) -> bool:
+def _is_elementwise(optimizer: Any, like: torch.Tensor, key: str, value: object) -> bool:
     """Whether a state has one value per element.
 
     The state of a 0-dimensional weight (stage 0) is one value in either case, so the other weights'
@@ -110,7 +111,7 @@ def _is_elementwise(optimizer: Any, flat: torch.Tensor, key: str, value: object)
     """
     if not isinstance(value, torch.Tensor) or type(value) not in _PLAIN_TENSORS:
         return False
-    if value.shape != flat.shape:
+    if value.shape != like.shape:
         return False
     if value.ndim:
         return True

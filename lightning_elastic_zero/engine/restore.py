@@ -166,7 +166,7 @@ def allocate_states(
     device never holds them twice. Otherwise they are on the device, so that a full device is
     detected before ``commit``. Swapped states are received in files.
     """
-    master, live = buffer.values, inner.state.get(buffer.key, {})
+    master, live = buffer.values, inner.state.get(buffer.state_key, {})
     targets: dict[str, torch.Tensor] = {}
     for key in source.groups[buffer.group].elementwise:
         stepping = adam_of_muon(inner, inner.param_groups[buffer.group])
@@ -176,7 +176,7 @@ def allocate_states(
         if buffer.swapped:
             targets[key.name] = buffer.swapped.empty(dtype)
             continue
-        on_host = _has_place(live.get(key.name), buffer.key, dtype)
+        on_host = _has_place(live.get(key.name), buffer.state_key, dtype)
         targets[key.name] = (
             host_zeros((master.numel(),), dtype)
             if on_host or master.device.type == "cpu"
@@ -245,7 +245,7 @@ def commit_state(inner: Any, target: FlatTarget, scalars: Mapping[str, Scalar]) 
     Nothing is allocated here, as that could fail halfway: live states of the same type take the
     received values (``_take``). Scalars are new, since each buffer needs its own.
     """
-    stepped = target.buffer.key
+    stepped = target.buffer.state_key
     if not target.states and not scalars:
         _reset_state(inner, stepped)
         return
@@ -316,7 +316,7 @@ def commit_shared_state(inner: Any, values: RestoreValues, flats: Sequence[FlatT
         return
     for key in live:
         del inner.state[key]
-    device = flats[0].buffer.key.device if flats else torch.device("cpu")
+    device = flats[0].buffer.state_key.device if flats else torch.device("cpu")
     copies = {id(t): t.to(device) for t in tensors_of(values.optimizer_state)}
     inner.state.update(with_copies(values.optimizer_state, copies))
 

@@ -70,7 +70,7 @@ def stepped_engine(buffer: LiveFlatBuffer) -> tuple[torch.optim.Optimizer, Manif
     inner = torch.optim.Rprop([buffer.master], lr=RATE)
     buffer.master.grad = torch.ones(NUMEL)
     inner.step()
-    elementwise = split_state(inner, buffer.key, inner.state[buffer.key])[0]
+    elementwise = split_state(inner, buffer.state_key, inner.state[buffer.state_key])[0]
     keys = tuple(state_key(name, value, elementwise=True) for name, value in elementwise.items())
     names = tuple(f.name for f in FRAGMENTS if f.name != "new")
     fields = {k: v for k, v in inner.param_groups[0].items() if k != "params"}
@@ -166,14 +166,14 @@ def test_a_live_state_keeps_its_tensor_and_takes_the_memory(
     """Memory that a larger tensor or another process shares is kept, and the values are copied."""
     buffer = buffer_of(torch.randn(NUMEL))
     inner, _ = stepped_engine(buffer)
-    held = inner.state[buffer.key]
+    held = inner.state[buffer.state_key]
     live = held["prev"] = live_of(held["prev"])
     address = live.data_ptr()
     received = {"prev": torch.randn(NUMEL), "step_size": torch.randn(NUMEL)}
     wanted = {key: value.clone() for key, value in received.items()}
     target = FlatTarget(buffer, FRAGMENTS, buffer.master.data, in_place=True, states=received)
     commit_state(inner, target, {"step": 3})
-    committed = inner.state[buffer.key]
+    committed = inner.state[buffer.state_key]
     assert committed["prev"] is live
     assert all(torch.equal(committed[key], value) for key, value in wanted.items())
     assert live.data_ptr() == (address if copied else received["prev"].data_ptr())
@@ -221,7 +221,9 @@ def held_by(
     buffers = live_flat_buffers(optimizer, PLAIN)
     names = {p: name for name, p in module.named_parameters()}
     rows = [flat_buffer_row(b, names, 0, world_size) for b in buffers]
-    states = [split_state(optimizer, b.key, optimizer.state.get(b.key, {})) for b in buffers]
+    states = [
+        split_state(optimizer, b.state_key, optimizer.state.get(b.state_key, {})) for b in buffers
+    ]
     wholes = rank_fragments(0, rows, world_size, 0)
     flats = [
         FlatState(fragments, buffer.master, *held, in_module=True)
