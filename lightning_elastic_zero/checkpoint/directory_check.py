@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from lightning_elastic_zero.coordination.ranks import Ranks
-from lightning_elastic_zero.core.processes import machine
+from lightning_elastic_zero.core.process_state import machine
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.file_write import as_save_error

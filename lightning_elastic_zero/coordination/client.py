@@ -53,7 +53,7 @@ from lightning_elastic_zero.coordination.session import (
     join_session,
     poll_pauses_s,
 )
-from lightning_elastic_zero.core.processes import ProcessKey, ProcessState
+from lightning_elastic_zero.core.process_state import ProcessKey, ProcessState
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import RanksError
 

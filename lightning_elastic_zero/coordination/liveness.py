@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from typing import Any, TypeAlias
 
-from lightning_elastic_zero.core.processes import ProcessKey, ProcessState
+from lightning_elastic_zero.core.process_state import ProcessKey, ProcessState
 from lightning_elastic_zero.core.text import format_by_rank
 from lightning_elastic_zero.errors import error_class
 

@@ -44,7 +44,7 @@ from lightning_elastic_zero.coordination.liveness import (
     roll_entry,
     unpack,
 )
-from lightning_elastic_zero.core.processes import ProcessKey
+from lightning_elastic_zero.core.process_state import ProcessKey
 from lightning_elastic_zero.core.text import format_by_rank, format_ranks
 from lightning_elastic_zero.errors import ElasticZeroError, common_error, error_class
 

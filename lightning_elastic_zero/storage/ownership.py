@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import from_json, load_json
-from lightning_elastic_zero.core.processes import ProcessKey, ProcessState, exists, machine
+from lightning_elastic_zero.core.process_state import ProcessKey, ProcessState, exists, machine
 from lightning_elastic_zero.storage.paths import read_file
 
 TOUCH_INTERVAL_S = 10.0

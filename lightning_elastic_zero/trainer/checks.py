@@ -86,8 +86,9 @@ def warn_of_unresumable_data(
 def warn_of_workers(loaders: Sequence[object], position: Position) -> None:
     """Warn of each loader whose workers draw different random numbers after a resume.
 
-    Workers of loaders with an ``ElasticSampler`` seed the global generators for each micro-batch,
-    but not generators of the user.
+    This run's loaders decide: a checkpoint does not record the workers of the saved ones. Workers
+    of loaders with an ``ElasticSampler`` seed the global generators for each micro-batch, but not
+    generators of the user.
     """
     for loader in loaders:
         if not getattr(loader, "num_workers", 0):

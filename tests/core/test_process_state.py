@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.core import processes
-from lightning_elastic_zero.core.processes import ProcessKey, ProcessState, machine, start_time
+from lightning_elastic_zero.core import process_state
+from lightning_elastic_zero.core.process_state import ProcessKey, ProcessState, machine, start_time
 from lightning_elastic_zero.storage.ownership import DEAD_AFTER_S, ProcessIdentity
 from tests.support.processes import PROMPT_TIMEOUT_S, wait_until
 
@@ -72,7 +72,7 @@ def test_without_a_start_time_the_age_of_the_file_decides() -> None:
 
 
 def test_process_ids_of_another_namespace_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_sees_itself", lambda: False)
+    monkeypatch.setattr(process_state, "_sees_itself", lambda: False)
     identity = ProcessIdentity.of_this_process("a")
     assert identity.started == ""
     assert not identity.is_dead()
