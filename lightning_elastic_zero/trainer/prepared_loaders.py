@@ -31,8 +31,11 @@ class PreparedLoaders:
         """By index of a training loader, the run's seed for its order if the user gives none."""
         self._new_generators: list[dict[str, list[torch.Tensor]]] = []
         """States of the generators of each training loader when it was made."""
-        self._validation_generators: list[ref[torch.Generator]] = []
-        """This library's, of the loaders of validations, which a second fit may use again."""
+        self._validation_loaders: list[ref[DataLoader[object]]] = []
+        """Loaders of validations with a generator of this library; a second fit may use them again.
+
+        Before 2.7, torch allows no weak references to generators.
+        """
 
     def begin(self) -> None:
         """Begin a fit."""
@@ -61,17 +64,18 @@ class PreparedLoaders:
     def _process_validation(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
         own = with_own_generator(loader, run_seed(), rank)
         if own is not loader and isinstance(own, DataLoader) and own.generator is not None:
-            known = [each for each in self._validation_generators if each() is not None]
-            self._validation_generators = [*known, ref(own.generator)]
+            known = [each for each in self._validation_loaders if each() is not None]
+            self._validation_loaders = [*known, ref(own)]
             self.seed_validation(trainer)
         return own
 
     def seed_validation(self, trainer: pl.Trainer) -> None:
         """Seed the workers of a validation after the next batch, as any resumed run does."""
         done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        for reference in self._validation_generators:
-            if (generator := reference()) is not None:
-                generator.manual_seed(derive_seed(run_seed(), trainer.global_rank, done))
+        seed = derive_seed(run_seed(), trainer.global_rank, done)
+        for reference in self._validation_loaders:
+            if (loader := reference()) is not None and loader.generator is not None:
+                loader.generator.manual_seed(seed)
 
     def has_run_seed(self, index: int, seed: int) -> bool:
         """Whether the seed of a training loader's order is the run's, and not the user's."""

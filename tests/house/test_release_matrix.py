@@ -73,6 +73,12 @@ def test_the_newest_release_skips_nothing() -> None:
     assert "not alignment" in deselection(min(CELLS, key=lambda cell: Version(cell.deepspeed)))
 
 
+@pytest.mark.parametrize("test", TESTS)
+def test_the_tests_of_cells_exist(test: str) -> None:
+    file, _, function = test.partition("::")
+    assert f"def {function or 'test_'}" in (ROOT / file).read_text(encoding="utf-8")
+
+
 def rows_of_configurations() -> list[tuple[str, str]]:
     tables = (ROOT / "docs" / "configurations.md").read_text().partition("## What is refused")[0]
     rows = [line for line in tables.splitlines() if line.startswith("| ")]
