@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import defaultdict
 from hashlib import sha256
@@ -80,6 +81,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # pytest-xdist gives each worker one file after another. Slow files come first, so that no
     # worker starts one at the end.
     items.sort(key=_folder_order)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported modules and the items from collections, which take seconds otherwise."""
+    gc.freeze()
 
 
 def _count(test: pytest.Item) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -76,6 +77,7 @@ def main(folder: str) -> None:
     for module in IMPORTED:
         with suppress(ModuleNotFoundError):  # Some releases lack a module.
             importlib.import_module(module)
+    _load_operators()
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: a fork would keep one, with the locks of the others"
     print("torch", torch.__version__, "deepspeed", deepspeed.__version__, flush=True)
@@ -106,6 +108,24 @@ def main(folder: str) -> None:
             path = f"{folder}/{request.name}"
             ranks = range(request.world)
             session.send([_fork(path, rank, request.world, request.port) for rank in ranks])
+
+
+OPERATORS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
+"""Compiled operators that ranks would load, each of which takes a second of ninja and compilers."""
+
+
+def _load_operators() -> None:
+    """Load the operators that ``make ops`` has built."""
+    import cpuinfo
+    from deepspeed.accelerator import get_accelerator
+
+    # Each optimizer on the CPU asks for it, which starts programs.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    for name in OPERATORS:
+        builder = get_accelerator().create_op_builder(name)
+        built = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / builder.name / f"{builder.name}.so"
+        if built.exists():
+            builder.load()
 
 
 _STATUSES: dict[int, int] = {}
