@@ -503,10 +503,12 @@ def measured(program: str) -> int:
     return int(output_of(command, ROOT, environment()).splitlines()[-1])
 
 
+@pytest.mark.long
 def test_forked_children_do_not_copy_the_block() -> None:
     assert measured("fork") < 16 * MB
 
 
+@pytest.mark.long
 def test_a_growing_block_frees_the_old_one_first() -> None:
     assert 0.9 <= measured("grow") / (192 * MB) <= 1.1
 

@@ -32,6 +32,7 @@ def measured(fork_server: ForkServer) -> Callable[..., list[dict[str, Any]]]:
     return run
 
 
+@pytest.mark.long
 def test_ranks_read_the_state_once_and_hold_one_chunk_more(
     measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:

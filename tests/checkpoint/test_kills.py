@@ -11,7 +11,7 @@ from tests.support.save_steps import BY_EACH_RANK, STEPS, KillPoint
 
 pytestmark = pytest.mark.engine
 
-SOME = 3
+SOME = 2
 """Steps at which saves are killed in ``make test``."""
 
 

@@ -389,7 +389,7 @@ def test_state_that_no_load_could_read_is_refused_at_save(pools: Pools, tmp_path
         assert found["left"] == ""
 
 
-@pytest.mark.essential
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("setup", "change", "mode"),
     [

@@ -256,6 +256,7 @@ KINDS = (
 STAGES = [("2", 2, "3", 3, "fp32"), ("3", 3, "2", 2, "bf16")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("zero", "world", "then", "on", "precision"), STAGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_built_models_are_restored_on_other_devices_and_stages(

@@ -52,6 +52,7 @@ def start_deepspeed(folder: Path | None, job: Job) -> None:
     job.note("sum", number.item())
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_compiled_operator_is_not_reported(fork_server: ForkServer) -> None:
     """Not even at the second start, when the operator is there."""

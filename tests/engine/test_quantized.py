@@ -33,6 +33,7 @@ pytestmark = pytest.mark.engine
 ALONE = Setup(1, "3", quantized="gradients")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "target", "steps"),
     [

@@ -425,6 +425,7 @@ def test_a_load_drops_the_gradients_of_the_interrupted_window(
     assert_continues(pools.run, setup, tmp_path, within_window)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "setup",
     [

@@ -166,6 +166,7 @@ def test_dumps_load_on_other_ranks_and_stages(
     restored(pools, case_of(fixture, world=world, zero=zero, sub_group=20))
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("forgotten", [False, True], ids=["with-names", "without-names"])
 @pytest.mark.parametrize("name", STOCK)
 def test_the_found_order_is_the_one_in_deepspeeds_files(

@@ -23,6 +23,7 @@ def test_the_archives_are_small() -> None:
     assert sum(sizes) <= 4_000_000
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_an_archive_matches_its_row_and_is_finite(name: str, tmp_path: Path) -> None:
     row, found = BY_NAME[name], unpack(name, tmp_path)

@@ -174,6 +174,7 @@ class TestMixtures:
         with pytest.raises(CheckpointCorruptedError, match="round_robin_gradients"):
             read_whole(path)
 
+    @pytest.mark.cases(1)
     @pytest.mark.parametrize("name", ["universal3", "universal3-two", "universal3-ds0.16"])
     def test_files_of_two_conversions_are_refused(self, name: str, tmp_path: Path) -> None:
         """In ZeRO-3 they contain no steps, and the model files no weights to compare with."""
@@ -231,6 +232,7 @@ class TestTags:
 
 
 class TestDamage:
+    @pytest.mark.cases(2)
     @pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")  # a flipped class name
     @pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19", "bf16-ds0.19", "universal3"])
     def test_flipped_bits_are_never_loaded(self, name: str, tmp_path: Path) -> None:
@@ -293,6 +295,7 @@ class TestTrust:
             read_whole(path)
         assert read_whole(path, allow_pickle=True)
 
+    @pytest.mark.long
     def test_reading_needs_no_deepspeed(self, tmp_path: Path) -> None:
         path = unpack("zero2-ds0.19", tmp_path).checkpoint
         program = (

@@ -84,6 +84,7 @@ def test_a_loop_continues_exactly_on_other_counts(
     assert run.warnings == []
 
 
+@pytest.mark.long
 def test_a_loop_whose_engine_was_elastic_continues(whole_loop: Reference, hf_ranks: Pools) -> None:
     """An earlier ``wrap_initialize`` does not replace the Accelerator's own part."""
     folder, (full_run, *_) = whole_loop(stage=2, schedule="cosine")
@@ -292,6 +293,7 @@ def test_a_schedule_of_deepspeed_in_a_stock_folder_is_compared_by_its_rate(
     assert sum("the learning rate jumps from" in warning for warning in run.warnings) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("start", "exact"), [(6, False), (8, False), (12, True)])
 def test_batches_of_the_old_run_that_are_skipped_cause_a_warning(
     start: int, exact: bool, hf_ranks: Pools, tmp_path: Path
@@ -410,6 +412,7 @@ def test_a_loop_that_never_sets_epochs_continues(
         assert run.warnings == []
 
 
+@pytest.mark.long
 def test_loaders_may_be_prepared_in_another_order(hf_ranks: Pools, tmp_path: Path) -> None:
     """Each gets its own epoch. A warning names loaders whose epoch was not saved."""
     case = LoopCase(folder=str(tmp_path), save_at=(8,), sets_epoch=False)

@@ -240,6 +240,7 @@ def test_additional_ranks_have_random_states(
     )  # since the Trainer seeds all ranks equally
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", ["unfinished", "bytes"])
 def test_the_folder_before_is_taken(
     damage: str, reference: Reference, hf_ranks: Pools, tmp_path: Path
@@ -296,6 +297,7 @@ def test_background_saves_are_resumed(
     assert_continues(run, full_run)
 
 
+@pytest.mark.long
 def test_the_best_may_be_the_last_background_save(hf_ranks: Pools, tmp_path: Path) -> None:
     """load_best_model_at_end waits for the save in progress."""
     args = {
@@ -449,6 +451,7 @@ def test_a_loss_that_the_trainer_does_not_divide_causes_a_warning(
     assert "gradients are 2/3 times those of the old run. Multiply the loss by 3/2" in warning
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "world"),
     [

@@ -32,6 +32,8 @@ IMPORTED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "lightning.pytorch",
     "lightning_elastic_zero.trainer.strategy",
+    # Test modules import it.
+    "pytest",
 )
 """Modules imported before ranks are forked, in addition to torch and DeepSpeed.
 

@@ -113,6 +113,7 @@ def test_each_save_is_logged_once_at_its_step(
     assert {int(row["step"]): float(row["checkpoint/save_bytes"]) for row in rows} == on_disk
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_load_is_logged_at_the_restored_step(pools: Pools, tmp_path: Path) -> None:
     first = MonitoredFit(str(tmp_path / "a"), (), epochs=1)

@@ -318,6 +318,7 @@ def test_a_schedule_that_ends_before_a_repeated_epoch_is_named(
     assert "for 2 more steps and pass load_hyperparameters=False" in warning
 
 
+@pytest.mark.long
 def test_orders_of_numpy_integers_are_compared(worlds: Pools, tmp_path: Path) -> None:
     workers = {"num_workers": 1}
     run = RunSpec(kind="numpy indices", noise=0.1, loader=workers, epochs=1)

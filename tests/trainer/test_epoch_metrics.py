@@ -266,12 +266,12 @@ class ReadsMetrics(Callback):
         assert trainer.callback_metrics
 
 
+@pytest.mark.parametrize("moments", [("step 0.2", "epoch 0"), ("step 0.5", "starting 1")])
 @pytest.mark.parametrize(("saved_on", "world"), [(2, 1), (2, 3), (1, 2)])
 def test_on_another_world_the_metrics_of_the_epoch_begin_again_with_one_warning(
-    saved_on: int, world: int, worlds: Pools, tmp_path: Path
+    saved_on: int, world: int, moments: tuple[str, ...], worlds: Pools, tmp_path: Path
 ) -> None:
     """Decisions at the end of the epoch, and later epochs, are equal from the end of an epoch."""
-    moments = ("step 0.2", "step 0.5", "epoch 0", "starting 1")
     run = saving(tmp_path, save=moments, trainer={"enable_checkpointing": True}, batch_size=6)
     run = replace(run, callbacks=(ReadsMetrics,))
     reference = worlds.run(saved_on, partial(values_of, run))[0]

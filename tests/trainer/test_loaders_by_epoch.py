@@ -46,6 +46,7 @@ def test_a_batch_size_by_epoch_skips_and_repeats_no_sample(
         assert reported == (point == "epoch 0")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_seed_by_epoch_is_that_of_the_saved_epoch(

@@ -118,6 +118,7 @@ def fit_nested(spec: FitSpec) -> tuple[int, list[str]]:
     return trainer.global_step, seen
 
 
+@pytest.mark.long
 def test_a_slash_in_the_name_changes_nothing(worlds: Pools, tmp_path: Path) -> None:
     """Lightning puts each checkpoint into a folder of its own."""
     options: dict[str, Any] = {"filename": "{epoch}-{val/loss:.3f}", "save_last": "link"}

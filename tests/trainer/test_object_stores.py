@@ -58,6 +58,7 @@ def test_a_run_continues_from_its_last_checkpoint(
     assert third["start"] == second["end"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("folder", ["", "/mein Lauf ä=1 #+%25&~/"], ids=["plain", "special"])
 def test_last_is_a_link(pools: Pools, s3: S3, folder: str) -> None:
     """``last.ckpt`` names the newest of the best k; a run continues from it."""

@@ -41,6 +41,7 @@ def messages_with(seen: RunRecord, text: str) -> list[str]:
     return [message for message in seen.messages if text in message]
 
 
+@pytest.mark.long
 def test_a_configured_rate_replaced_by_the_saved_one_is_reported(
     worlds: Pools, tmp_path: Path
 ) -> None:

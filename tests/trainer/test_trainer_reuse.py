@@ -170,6 +170,7 @@ def settings_after(root: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]
     return first, found, sizes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_pickled_and_copied_strategies_train_and_resume(
     stage: int, worlds: Pools, tmp_path: Path

@@ -190,6 +190,7 @@ def test_decisions_are_those_of_an_uninterrupted_run(
         assert names[0] == names[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("saves_in", ["validation", "training"])
 def test_a_validation_in_a_repeated_window_is_counted_twice(
     saves_in: str, worlds: Pools, tmp_path: Path
