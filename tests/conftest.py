@@ -140,6 +140,7 @@ LONG_FIRST = (
     "releases",
     "integrations",
     "storage",
+    "tools",
 )
 
 

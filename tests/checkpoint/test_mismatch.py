@@ -62,7 +62,6 @@ def test_all_differences_of_another_model_are_listed(
         assert_refused(pools.run, here, Loading(saved.path, alone), *names)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("target", [Setup(2, "1"), Setup(3, "3", "bf16"), Setup(2, "0")], ids=str)
 def test_amsgrad_on_states_without_it_is_refused(
     target: Setup, pools: Pools, saved_by: Callable[..., Saved]

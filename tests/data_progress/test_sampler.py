@@ -211,6 +211,7 @@ def _mixed(index: int) -> Any:
     return index if index % 2 else np.int64(index)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "kind", [np.int64, torch.tensor, str, lambda index: (index, "crop"), _mixed, np.atleast_1d]
 )

@@ -112,7 +112,6 @@ def load_into_adapting_module(
         return error, [module.average, module.seen]
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
 def test_a_hook_of_the_module_creates_buffers_in_the_saved_shapes(

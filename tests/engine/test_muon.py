@@ -32,7 +32,6 @@ def muon(world: int, zero: str, precision: str = "fp32", **options: object) -> S
     return Setup(world, zero, precision, optimizer="Muon", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -117,7 +116,6 @@ def configured(world: int, stage: int, path: str, *, saves: bool, **params: Any)
     return counts
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("source", "target", "wanted"),
     [

@@ -112,11 +112,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-COUNTS = [
-    pytest.param(stage, world, marks=[essential] if (stage, world) == (3, 3) else [])
-    for stage in (1, 2, 3)
-    for world in (3, 1)
-]
+COUNTS = [(stage, world) for stage in (1, 2, 3) for world in (3, 1)]
 
 
 @pytest.mark.parametrize(("stage", "world"), COUNTS)
@@ -197,6 +193,7 @@ def test_another_global_batch_is_allowed(
     assert any("changes from 12 to 18 samples" in warning for warning in run.warnings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_stock_run_is_resumed_past_its_own_folders(
     stage: int, reference: Reference, resumed: Callable[..., list[Run]], tmp_path: Path

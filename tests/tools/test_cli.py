@@ -251,6 +251,7 @@ for verb, case in {cases}:
 """
 
 
+@pytest.mark.long
 def test_unusable_streams_do_not_exit_with_1(source: Path) -> None:
     """A closed pipe ends the command as SIGPIPE does."""
     wanted = {

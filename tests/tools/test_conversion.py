@@ -809,6 +809,7 @@ _TARGETS = ("universal", "dcp", "lightning")
 _AMBIGUOUS = ("lightning", _GROUPS[2])
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("to", "groups"),
     [(to, groups) for to in _TARGETS for groups in _GROUPS if (to, groups) != _AMBIGUOUS],

@@ -160,6 +160,7 @@ def convert_bounded(source: Path, target: Path, to: str, config: Path) -> int:
     return int(printed.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("to", TARGETS)
 def test_memory_is_bounded(to: str, large: Path, tmp_path: Path) -> None:

@@ -149,7 +149,6 @@ def save_at(run: AsyncSaveSpec, saver: type[SaveOnce]) -> None:
         assert not run.fit({}, saver(run)).errors
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("point", "stage"),
     [(point, stage) for point, (*_, stages) in SAVE_POINTS.items() for stage in stages],

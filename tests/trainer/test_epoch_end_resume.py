@@ -110,7 +110,6 @@ KEPT: dict[str, RunSpec] = {
 """Loaders that keep their samplers, and draw random numbers when a sample is fetched."""
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_kept_loaders_repeat_order_and_random_numbers_of_workers(
     name: str, worlds: Pools, tmp_path: Path
