@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.checkpoint.file_queue import FileQueue
-from lightning_elastic_zero.checkpoint.memory import Demand, find_shortage, memory_pools
 from lightning_elastic_zero.checkpoint.save import (
     Cancellation,
     ShardContents,
@@ -29,6 +28,7 @@ from lightning_elastic_zero.checkpoint.snapshot import Snapshot, Snapshotter
 from lightning_elastic_zero.checkpoint.streams import current_device, use_device
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveRequest
 from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.memory import Demand, find_shortage, memory_pools
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.folder import Folder

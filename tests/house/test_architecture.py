@@ -54,7 +54,7 @@ RESOLVES_PATHS = {"absolute", "abspath", "realpath", "resolve"}
 
 OWN_READERS = {
     *("storage/paths.py", "storage/own_files.py"),  # folders in the latter
-    *("checkpoint/memory.py", "core/process_state.py"),  # /proc and /sys
+    *("core/memory.py", "core/process_state.py"),  # /proc and /sys
     *("coordination/ranks.py", "trainer/monitor.py"),  # /proc
     *("checkpoint/file_queue.py", "checkpoint/save.py", "trainer/launch.py"),  # installed programs
     *("checkpoint/directory_check.py", "selftest.py"),  # a folder that they have made

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_elastic_zero.checkpoint import background
-from lightning_elastic_zero.checkpoint.memory import memory_pools
 from lightning_elastic_zero.checkpoint.types import CheckpointStats
+from lightning_elastic_zero.core.memory import memory_pools
 from tests.support.checkpoints import files_of
 from tests.support.outcome import captured_log, error_text
 from tests.support.ranks import Pools

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_elastic_zero.checkpoint.memory import Demand, Pool, find_shortage, memory_pools
+from lightning_elastic_zero.core.memory import Demand, Pool, find_shortage, memory_pools
 
 GB = 1_000_000_000
 HOST = Pool("boot", "the host one", 100 * GB)
