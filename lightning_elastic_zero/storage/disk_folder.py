@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
@@ -50,9 +49,9 @@ class DiskFolder(Folder):
 
     path: Path
 
-    access_advice: ClassVar[str] = (
-        "its permissions, those of the folders above it, and that its file system is mounted"
-    )
+    @property
+    def access_advice(self) -> str:
+        return "its permissions, those of the folders above it, and that its file system is mounted"
 
     @property
     def local(self) -> Path:

@@ -25,8 +25,9 @@ from lightning_elastic_zero.storage.file_write import (
     SUMS_SUFFIX,
     Sidecar,
 )
-from lightning_elastic_zero.storage.object_store import AnyPath, Read, StorePath
+from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.paths import open_file, raise_unless_damage, read_file
+from lightning_elastic_zero.storage.store import Read
 
 READ_BYTES = 8 << 20
 """Largest read, and buffer; a multiple of ``CHUNK_BYTES``."""

@@ -23,7 +23,7 @@ import xxhash
 from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage.object_store import ACCESS_ADVICE, AnyPath, StorePath
+from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.paths import sync_directory
 
 CHUNK_BYTES = 65536
@@ -214,7 +214,7 @@ def as_save_error(path: AnyPath) -> Iterator[None]:
         }
         advice = "Choose another path." if is_impossible else "Check free space and permissions."
         if isinstance(path, StorePath):
-            advice = f"Check {ACCESS_ADVICE}."
+            advice = f"Check {path.store.access_advice}."
         msg = (
             f"Could not write {path}: {error.strerror or error}{at}. Published checkpoints are "
             f"intact. {advice}"

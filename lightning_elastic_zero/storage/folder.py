@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from typing_extensions import Self
 
@@ -79,8 +79,10 @@ class Folder(ABC):
     path: AnyPath
     """Absolute; links are not resolved."""
 
-    access_advice: ClassVar[str]
-    """What a user should check if it cannot be read."""
+    @property
+    @abstractmethod
+    def access_advice(self) -> str:
+        """What a user should check if it cannot be read."""
 
     @property
     def local(self) -> Path | None:

@@ -1,10 +1,8 @@
 """Object stores: paths in them, and the requests that checkpoints need.
 
-``Store`` is the whole interface: ranged reads, streamed and small writes, a write that succeeds
-only if the object is unchanged (``swap``), lists and deletions. It stands on obstore, which is
-imported when the first URL is used. Errors are ``OSError``, as those of a disk.
+``ObjectStore`` stands on obstore, which is imported when the first URL is used.
 
-obstore repeats requests after temporary failures. ``Store`` adds two cases: after a truncated
+obstore repeats requests after temporary failures. ``ObjectStore`` adds two cases: after a truncated
 answer it repeats the request; after a failed conditional write, which may have been carried out, it
 reads the object back. What the store refuses for good is a ``PermissionError`` at once. All
 requests of one outage share one time limit (``RETRY_S``); after it, each is made once.
@@ -29,18 +27,16 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.storage.store import Store, StoredObject, Version
 
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs", "az", "memory")
 """URL schemes of supported stores. ``memory`` is for tests: one process only."""
-
-ACCESS_ADVICE = "the store's credentials, endpoint and region"
-"""What to check if a store refuses a request."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,20 +100,6 @@ class StorePath:
 AnyPath: TypeAlias = "Path | StorePath"
 """A path on a disk or in an object store."""
 
-Version: TypeAlias = "Mapping[str, str]"
-"""Identifies one content of an object: its ``e_tag``, and ``version`` where the store has one."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """An object in a list."""
-
-    key: str
-    size_bytes: int
-    modified: datetime
-    """By the store's clock."""
-
-
 RETRY_S = 30.0
 """How long a request is repeated after temporary failures.
 
@@ -174,13 +156,10 @@ _MOST_PARTS = 9000
 _PARTS_IN_FLIGHT = 4
 
 
-class Store:
-    """One bucket. Methods raise ``OSError`` and may be called in any thread.
+class ObjectStore(Store):
+    """One bucket of a cloud's or a cluster's object store."""
 
-    Attributes:
-        requests: requests so far, without repetitions.
-        bytes_read: bytes of objects received so far.
-    """
+    access_advice: ClassVar[str] = "the store's credentials, endpoint and region"
 
     def __init__(self, root: str) -> None:
         """Connect when the first request is made.
@@ -207,8 +186,6 @@ class Store:
     # -- reads -------------------------------------------------------------------------------
 
     def get(self, key: str, progress: Progress = NO_PROGRESS) -> tuple[bytes, Version, datetime]:
-        """Return a small object, its version, and when it was written."""
-
         async def call() -> tuple[bytes, Version, datetime]:
             result = await self._obstore.get_async(self._handle, key)
             data = bytes(await result.bytes_async())
@@ -220,16 +197,12 @@ class Store:
         return self._wait(self._repeated(key, call), key, progress)
 
     def size(self, key: str, progress: Progress = NO_PROGRESS) -> int:
-        """Return the size of an object."""
-
         async def call() -> int:
             return int((await self._obstore.head_async(self._handle, key))["size"])
 
         return self._wait(self._repeated(key, call), key, progress)
 
-    def begin_read(self, key: str, start: int, stop: int) -> Read:
-        """Request the bytes ``[start, stop)`` of an object; several requests may be under way."""
-
+    def begin_read(self, key: str, start: int, stop: int) -> _Read:
         async def call() -> memoryview:
             options = {"range": (start, stop)}
             try:
@@ -247,11 +220,9 @@ class Store:
             return data
 
         future = asyncio.run_coroutine_threadsafe(self._repeated(key, call), _loop(os.getpid()))
-        return Read(start, stop, future, lambda progress: self._result(future, key, progress))
+        return _Read(start, stop, future, lambda progress: self._result(future, key, progress))
 
     def objects_below(self, prefix: str, progress: Progress = NO_PROGRESS) -> list[StoredObject]:
-        """Return all objects below a path, sorted."""
-
         async def call() -> list[StoredObject]:
             found = await self._obstore.list(self._handle, prefix or None).collect_async()
             self.requests += len(found) // 1000
@@ -262,8 +233,6 @@ class Store:
     def entries(
         self, prefix: str, progress: Progress = NO_PROGRESS
     ) -> tuple[list[str], list[StoredObject]]:
-        """Return the names of folders and the objects directly below a path, sorted."""
-
         async def call() -> tuple[list[str], list[StoredObject]]:
             found = await self._obstore.list_with_delimiter_async(self._handle, prefix or None)
             names = sorted(PurePosixPath(path).name for path in found["common_prefixes"])
@@ -274,8 +243,6 @@ class Store:
     # -- writes ------------------------------------------------------------------------------
 
     def put(self, key: str, data: bytes, progress: Progress = NO_PROGRESS) -> None:
-        """Write a small object unconditionally."""
-
         async def call() -> None:
             await self._obstore.put_async(self._handle, key, data, use_multipart=False)
 
@@ -284,15 +251,8 @@ class Store:
     def swap(
         self, key: str, data: bytes, expected: Version | None, progress: Progress = NO_PROGRESS
     ) -> Version:
-        """Write a small object if it has the expected version; None: if it does not exist.
-
-        A failed request may have been carried out all the same, and S3 also refuses it while
-        another write is under way. So the object is read back. ``data`` must be unique to this
-        call.
-
-        Raises:
-            FileExistsError: the object has another version.
-        """
+        # A failed request may have been carried out all the same, and S3 also refuses it while
+        # another write is under way. So the object is read back.
         mode: Any = "create" if expected is None else dict(expected)
 
         async def call() -> Version:
@@ -324,7 +284,6 @@ class Store:
             return b"", None
 
     def writer(self, key: str, size_bytes: int, progress: Progress = NO_PROGRESS) -> StoreWriter:
-        """Begin an object of about ``size_bytes``, which appears when it is complete."""
         part_bytes = max(PART_BYTES, -(-size_bytes // _MOST_PARTS))
 
         async def call() -> Any:
@@ -339,8 +298,6 @@ class Store:
         return StoreWriter(self, key, file, part_bytes, progress)
 
     def delete(self, keys: Collection[str], progress: Progress = NO_PROGRESS) -> None:
-        """Delete objects; those that do not exist count as deleted."""
-
         async def call(batch: Sequence[str]) -> None:
             try:
                 await self._obstore.delete_async(self._handle, batch)
@@ -429,32 +386,24 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """A ranged read under way."""
-
+class _Read:
     start: int
     stop: int
     _future: concurrent.futures.Future[memoryview]
     _result: Callable[[Progress], memoryview]
 
     def result(self, progress: Progress) -> memoryview:
-        """Wait for the bytes; fewer if the object is shorter.
-
-        Raises:
-            OSError: it cannot be read.
-        """
         return self._result(progress)
 
     def cancel(self) -> None:
-        """Cancel the read."""
         self._future.cancel()
 
 
 class StoreWriter:
-    """A new object, written as a stream: ``write``, then ``finish``. Otherwise it never appears."""
+    """A new object; see ``store.Writer``."""
 
     def __init__(
-        self, store: Store, key: str, file: Any, part_bytes: int, progress: Progress
+        self, store: ObjectStore, key: str, file: Any, part_bytes: int, progress: Progress
     ) -> None:
         """Take over a writer of obstore."""
         self._store, self._key, self._file = store, key, file
@@ -462,12 +411,8 @@ class StoreWriter:
         self._size_bytes = 0
 
     def write(self, part: memoryview) -> None:
-        """Append bytes; waits while too many parts are being sent.
-
-        Raises:
-            OSError: a part could not be sent.
-        """
-        # A copy: obstore keeps the memory until the part is sent, and the caller uses it again.
+        # Waits while too many parts are being sent. A copy: obstore keeps the memory until the part
+        # is sent, and the caller uses it again.
         call = self._call("write", bytes(part))
         self._store._wait(call, self._key, self._progress)  # noqa: SLF001 (one unit)
         self._size_bytes += part.nbytes
@@ -476,11 +421,6 @@ class StoreWriter:
         await self._store._attempt(lambda: getattr(self._file, name)(*args))  # noqa: SLF001 (one unit)
 
     def finish(self) -> None:
-        """Make the object appear.
-
-        Raises:
-            OSError: it could not be sent.
-        """
         parts = self._size_bytes // self._part_bytes
         self._store.requests += parts + 3 if parts else 1
         try:
@@ -500,7 +440,6 @@ class StoreWriter:
             return False
 
     def close(self) -> None:
-        """Forget the writer."""
         self._file = None
 
 
@@ -548,7 +487,7 @@ def _import_obstore(root: str) -> Any:
 @cache
 def _store(root: str, _pid: int) -> Store:
     # By process: neither threads nor connections survive a fork.
-    return Store(root)
+    return ObjectStore(root)
 
 
 @cache

@@ -31,13 +31,7 @@ from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.disk_checkpoints import OWNER_PREFIX
 from lightning_elastic_zero.storage.file_write import as_save_error
-from lightning_elastic_zero.storage.object_store import (
-    RETRY_S,
-    Store,
-    StoredObject,
-    StorePath,
-    Version,
-)
+from lightning_elastic_zero.storage.object_store import RETRY_S, StorePath
 from lightning_elastic_zero.storage.own_files import (
     MOST_NAMED,
     SAVE_ID,
@@ -54,6 +48,7 @@ from lightning_elastic_zero.storage.ownership import (
     ProcessIdentity,
     new_id,
 )
+from lightning_elastic_zero.storage.store import Store, StoredObject, Version
 
 DELETED_FORMAT = "lightning_elastic_zero.deleted"
 """``format`` of a ``manifest.json`` that is about to be deleted."""

@@ -7,14 +7,13 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage.file_write import as_save_error
 from lightning_elastic_zero.storage.folder import Folder
-from lightning_elastic_zero.storage.object_store import ACCESS_ADVICE, StorePath
+from lightning_elastic_zero.storage.object_store import StorePath
 from lightning_elastic_zero.storage.own_files import (
     LINK_FORMAT,
     MOST_LINKS,
@@ -45,7 +44,9 @@ class StoreFolder(Folder):
 
     path: StorePath
 
-    access_advice: ClassVar[str] = ACCESS_ADVICE
+    @property
+    def access_advice(self) -> str:
+        return self.path.store.access_advice
 
     @property
     def requests(self) -> int:

@@ -145,16 +145,17 @@ def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
     """Load a checkpoint that is replaced before the last rank reads a file. Collective."""
     from torch import distributed
 
-    from lightning_elastic_zero.storage.object_store import Read, Store, StorePath
+    from lightning_elastic_zero.storage.object_store import ObjectStore, StorePath
     from lightning_elastic_zero.storage.paths import parse_path
+    from lightning_elastic_zero.storage.store import Read
 
     settings.apply()
     target, new = parse_path(url), parse_path(other)
     assert isinstance(target, StorePath)
     assert isinstance(new, StorePath)
-    read, waiting = Store.begin_read, [distributed.get_rank() == settings.setup.world - 1]
+    read, waiting = ObjectStore.begin_read, [distributed.get_rank() == settings.setup.world - 1]
 
-    def begin_read(store: Store, key: str, start: int, stop: int) -> Read:
+    def begin_read(store: ObjectStore, key: str, start: int, stop: int) -> Read:
         if waiting.pop() if waiting else False:
             old = {found.key for found in store.objects_below(target.key)}
             # The manifest comes last.
@@ -165,11 +166,11 @@ def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
             store.delete(old)
         return read(store, key, start, stop)
 
-    Store.begin_read = begin_read  # type: ignore[method-assign,assignment]
+    ObjectStore.begin_read = begin_read  # type: ignore[method-assign,assignment]
     try:
         return load_state(settings, url)
     finally:
-        Store.begin_read = read  # type: ignore[method-assign]
+        ObjectStore.begin_read = read  # type: ignore[method-assign]
 
 
 def delete(settings: Settings, url: str) -> list[str]:

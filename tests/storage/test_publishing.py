@@ -28,8 +28,9 @@ from lightning_elastic_zero.storage.disk_checkpoints import StagedDirectory
 from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, ChecksummedWriter
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import Store, StorePath, Version
+from lightning_elastic_zero.storage.object_store import ObjectStore, StorePath
 from lightning_elastic_zero.storage.ownership import ProcessIdentity, new_id
+from lightning_elastic_zero.storage.store import Version
 from lightning_elastic_zero.storage.store_checkpoints import (
     StagedObjects,
     check_conditional_writes,
@@ -117,7 +118,8 @@ def test_a_lost_answer_is_not_a_failure(folder: StorePath, monkeypatch: pytest.M
     """A write that was executed although its answer was lost is found by reading back."""
     staged = begin(folder / "a.ckpt")
     store = folder.store
-    put = store._obstore.put_async
+    assert isinstance(store, ObjectStore)
+    put, errors = store._obstore.put_async, store._errors
     lost: list[object] = []
 
     class Losing:
@@ -129,7 +131,7 @@ def test_a_lost_answer_is_not_a_failure(folder: StorePath, monkeypatch: pytest.M
             if not lost and "mode" in options:
                 lost.append(answer)
                 msg = "the connection was lost"
-                raise store._errors.GenericError(msg)
+                raise errors.GenericError(msg)
             return answer
 
     obstore = store._obstore
@@ -606,7 +608,7 @@ def test_a_deletion_that_fails_does_not_end_the_run(
         raise OSError(5, "no answer", "there")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "get", get)
+        patched.setattr(ObjectStore, "get", get)
         FileQueue().delete(str(folder / "a.ckpt"))
     assert f"{folder}/a.ckpt could not be deleted" in caplog.text
 

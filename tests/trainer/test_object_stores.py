@@ -120,19 +120,19 @@ def refuse_list(plan: FitSpec) -> str:
     """Fit while the store refuses rank 0's list requests."""
     from torch import distributed
 
-    from lightning_elastic_zero.storage.object_store import Store
+    from lightning_elastic_zero.storage.object_store import ObjectStore
 
-    def entries(store: Store, prefix: str, *_: object) -> object:
+    def entries(store: ObjectStore, prefix: str, *_: object) -> object:
         if distributed.get_rank():
             return entries_of_store(store, prefix)
         raise PermissionError(13, "access denied", f"{store.root}/{prefix}")
 
-    entries_of_store = Store.entries
-    Store.entries = entries  # type: ignore[method-assign,assignment]
+    entries_of_store = ObjectStore.entries
+    ObjectStore.entries = entries  # type: ignore[method-assign,assignment]
     try:
         return failed(plan)
     finally:
-        Store.entries = entries_of_store  # type: ignore[method-assign]
+        ObjectStore.entries = entries_of_store  # type: ignore[method-assign]
 
 
 def test_a_failed_list_of_rank_0_is_raised_on_all_ranks(pools: Pools, s3: S3) -> None:
