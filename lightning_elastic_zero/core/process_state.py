@@ -61,11 +61,21 @@ def machine() -> str:
     """Return this host, its boot, and this process's namespace, as one string."""
     parts = [socket.gethostname()]
     try:
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(boot_id())
         parts.append(str(Path("/proc/self/ns/pid").readlink()))
     except OSError:
         parts.append("unknown")
     return " ".join(parts)
+
+
+def boot_id() -> str:
+    """Return the id of this machine's boot, which its containers share."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def mount_namespace() -> str:
+    """Return the namespace of this process's mounts, which the processes of a container share."""
+    return str(Path("/proc/self/ns/mnt").readlink())
 
 
 def _sees_itself() -> bool:

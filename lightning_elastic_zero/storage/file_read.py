@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import mmap
 import os
 from collections import deque
@@ -28,6 +29,8 @@ from lightning_elastic_zero.storage.file_write import (
 from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.paths import open_file, raise_unless_damage, read_file
 from lightning_elastic_zero.storage.store import Read
+
+_log = logging.getLogger(__name__)
 
 READ_BYTES = 8 << 20
 """Largest read, and buffer; a multiple of ``CHUNK_BYTES``."""
@@ -151,17 +154,22 @@ class RangeFile:
         self._progress = progress
         self._buffer: mmap.mmap | None = None
         self._source = self._open(size_bytes)
-        self._start, self.size_bytes = 0, self._source.size_bytes
+        self._file_bytes = self._source.size_bytes
+        self._start, self.size_bytes = 0, self._file_bytes
         self._section: memoryview | None = None
         self._is_slow, self._timed_bytes, self._timed_s = self._source.is_remote, 0, 0.0
 
     def _open(self, size_bytes: int | None) -> _LocalSource | _StoreSource:
         try:
-            if isinstance(self.path, StorePath):
-                return _StoreSource(self.path, size_bytes, self._progress)
-            return _LocalSource(self.path)
+            path = self.path
+            if isinstance(path, StorePath):
+                local = path.store.local_file(path.key)
+                if local is None:
+                    return _StoreSource(path, size_bytes, self._progress)
+                path = local
+            return _LocalSource(path)
         except FileNotFoundError:
-            self._refuse("it is missing")
+            self._refuse(f"it is missing{_why_missing(self.path)}")
         except OSError as error:
             raise_unless_damage(error, self.path)
             self._refuse(f"it cannot be opened ({error.strerror})")
@@ -261,16 +269,36 @@ class RangeFile:
                 if self._timed_bytes >= SAMPLE_BYTES:
                     # It stays set: the following reads are announced, which makes them fast.
                     self._is_slow |= self._timed_bytes < self._timed_s * SLOW_BYTES_PER_S
-                self._check_block(cached, at + low)
         self._progress.check()
 
     def _fill(self, memory: memoryview, start: int) -> None:
+        """Fill memory with verified bytes."""
+        while True:
+            try:
+                self._fill_once(memory, start)
+                self._check_block(memory, start)
+            except CheckpointCorruptedError as error:
+                if not self._read_elsewhere(error):
+                    raise
+            else:
+                return
+
+    def _read_elsewhere(self, damage: CheckpointCorruptedError) -> bool:
+        """After damage, read from another node that has the file; return whether there is one."""
+        if not _is_elsewhere(self.path):
+            return False
+        _log.warning("%s Another node has this file, and is asked.", damage)
+        self._source.close()
+        self._source = self._open(self._file_bytes)
+        return True
+
+    def _fill_once(self, memory: memoryview, start: int) -> None:
         filled, stop = start, start + memory.nbytes
         while filled < stop:
             try:
                 count = self._source.read_into(memory[filled - start :], self._start + filled)
             except FileNotFoundError:
-                self._refuse("it is missing")
+                self._refuse(f"it is missing{_why_missing(self.path)}")
             except OSError as error:
                 raise_unless_damage(error, self.path)
                 self._refuse(f"its bytes [{start}, {stop}) cannot be read ({error.strerror})")
@@ -303,6 +331,16 @@ class RangeFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_elsewhere(path: AnyPath) -> bool:
+    """Whether another node has a file that was found to be damaged where it was read."""
+    return isinstance(path, StorePath) and path.store.distrust(path.key)
+
+
+def _why_missing(path: AnyPath) -> str:
+    why = path.store.why_missing() if isinstance(path, StorePath) else ""
+    return f" ({why})" if why else ""
 
 
 def _blocks(runs: Sequence[tuple[int, int]], size_bytes: int, gap_bytes: int) -> Iterator[_Block]:
@@ -390,24 +428,37 @@ class VerifiedFile(RangeFile):
     ) -> None:
         super().__init__(directory / record.name, progress, record.size_bytes)
         try:
-            if self.size_bytes != record.size_bytes:
-                self._refuse(f"it has {self.size_bytes} bytes, expected {record.size_bytes}")
+            self._check_size(record.size_bytes)
             self._sums = self._read_sums(record, save_id)
         except BaseException:
             self.close()
             raise
 
+    def _check_size(self, expected_bytes: int) -> None:
+        self._file_bytes = expected_bytes
+        while self._source.size_bytes != expected_bytes:
+            try:
+                found_bytes = self._source.size_bytes
+                self._refuse(f"it has {found_bytes} bytes, expected {expected_bytes}")
+            except CheckpointCorruptedError as error:
+                if not self._read_elsewhere(error):
+                    raise
+        self.size_bytes = expected_bytes
+
     def _read_sums(self, record: FileEntry, save_id: str | None) -> bytes:
         path = self.path.with_name(self.path.name + SUMS_SUFFIX)
-        try:
-            data = read_file(path)
-        except FileNotFoundError:
-            self._refuse(f"its checksums, {path.name}, are missing")
-        except OSError as error:
-            raise_unless_damage(error, path)
-            self._refuse(f"its checksums, {path.name}, cannot be read ({error.strerror})")
-        self.bytes_read += len(data)
-        digest = xxhash.xxh3_128_hexdigest(data)
+        while True:
+            try:
+                data = read_file(path)
+            except FileNotFoundError:
+                self._refuse(f"its checksums, {path.name}, are missing{_why_missing(path)}")
+            except OSError as error:
+                raise_unless_damage(error, path)
+                self._refuse(f"its checksums, {path.name}, cannot be read ({error.strerror})")
+            self.bytes_read += len(data)
+            digest = xxhash.xxh3_128_hexdigest(data)
+            if digest == record.sums_digest or not _is_elsewhere(path):
+                break
         if digest != record.sums_digest:
             self._refuse(
                 f"its checksums, {path.name}, have digest {digest}, expected {record.sums_digest}"

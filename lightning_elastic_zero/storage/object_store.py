@@ -38,6 +38,9 @@ T = TypeVar("T")
 SCHEMES = ("s3", "gs", "az", "memory")
 """URL schemes of supported stores. ``memory`` is for tests: one process only."""
 
+NODES = "node://"
+"""Root of the paths on the nodes' own memory or disks, such as ``node:///dev/shm/run``."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -487,6 +490,11 @@ def _import_obstore(root: str) -> Any:
 @cache
 def _store(root: str, _pid: int) -> Store:
     # By process: neither threads nor connections survive a fork.
+    if root == NODES:
+        # Imported here, because it writes files, and these modules know object stores.
+        module = importlib.import_module("lightning_elastic_zero.storage.node_store")
+        store: Store = module.NodeStore(root)
+        return store
     return ObjectStore(root)
 
 

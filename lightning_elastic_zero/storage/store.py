@@ -1,6 +1,7 @@
 """The requests that checkpoints need of an object store, whichever it is.
 
-``object_store.ObjectStore`` is a bucket. Errors are ``OSError``, as those of a disk.
+``object_store.ObjectStore`` is a bucket, ``node_store.NodeStore`` the memory or the disks of the
+job's nodes. Errors are ``OSError``, as those of a disk.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import ClassVar, Protocol, TypeAlias
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
@@ -109,6 +111,17 @@ class Store(ABC):
         self, prefix: str, progress: Progress = NO_PROGRESS
     ) -> tuple[list[str], list[StoredObject]]:
         """Return the names of folders and the objects directly below a path, sorted."""
+
+    def local_file(self, key: str) -> Path | None:
+        """Return the file of an object on this machine; None if it is elsewhere."""
+
+    def distrust(self, key: str) -> bool:  # noqa: ARG002 (a bucket has one copy)
+        """Read no more from where a damaged object was read; return whether others have it."""
+        return False
+
+    def why_missing(self) -> str:
+        """Return why objects may be missing, as a clause for a message; usually empty."""
+        return ""
 
     # -- writes ------------------------------------------------------------------------------
 

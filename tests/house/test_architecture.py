@@ -58,6 +58,7 @@ OWN_READERS = {
     *("coordination/ranks.py", "trainer/monitor.py"),  # /proc
     *("checkpoint/file_queue.py", "checkpoint/save.py", "trainer/launch.py"),  # installed programs
     *("checkpoint/directory_check.py", "selftest.py"),  # a folder that they have made
+    *("storage/node_files.py", "storage/node_store.py"),  # without following links
     "storage/file_write.py",  # new files
 }
 """Files that open files themselves. Others call ``storage.paths``, which refuses pipes."""

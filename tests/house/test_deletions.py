@@ -37,6 +37,10 @@ DIRECTORY = "tests/checkpoint/test_directory_check.py::test_a_users_files_are_ke
 SELFTEST = "tests/tools/test_selftest.py::test_selftest_holds"
 CAME = RACES + "test_a_directory_with_a_new_file_is_kept"
 
+NODES = "tests/storage/test_node_store.py::"
+ON_NODES = NODES + "test_files_of_users_stay"
+UNFINISHED = NODES + "TestFolder::test_what_was_being_written_is_removed"
+
 PLACES: dict[tuple[str, str, str], str] = {
     # -- saving
     ("storage/disk_checkpoints.py", "exchange_into_place", "new.replace"): LINKS
@@ -114,6 +118,19 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("trainer/checkpoint_io.py", "stop", "Path(made).rmdir"): (
         "tests/trainer/test_directory_check.py::test_a_missing_checkpoint_leaves_no_trace"
     ),
+    # -- on the nodes of a job, in a folder of this user alone
+    ("storage/node_files.py", "_create", "os.O_WRONLY"): ON_NODES,
+    ("storage/node_files.py", "_remove_empty", "os.rmdir"): ON_NODES,
+    ("storage/node_files.py", "_write", "os.fdopen to write"): ON_NODES,
+    ("storage/node_files.py", "_write", "os.rename"): ON_NODES,
+    ("storage/node_files.py", "_write", "os.unlink"): UNFINISHED,
+    ("storage/node_files.py", "begin_part", "os.O_WRONLY"): ON_NODES,
+    ("storage/node_files.py", "begin_part", "os.unlink"): UNFINISHED,
+    ("storage/node_files.py", "delete", "os.unlink"): ON_NODES,
+    ("storage/node_files.py", "delete_unfinished", "os.unlink"): UNFINISHED,
+    ("storage/node_files.py", "end_parts", "os.rename"): ON_NODES,
+    ("storage/node_files.py", "locked", "os.O_WRONLY"): ON_NODES,
+    ("storage/node_files.py", "unmark", "path.unlink"): ON_NODES,
     # -- links
     ("trainer/checkpoint_io.py", "_link", "self._manager.link"): (
         LINKS + "test_a_link_does_not_replace_foreign_files"

@@ -1,0 +1,381 @@
+"""Files of nodes: copies, names, damage, lost nodes and requests of others."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lightning_elastic_zero.core.manifest import FORMAT
+from lightning_elastic_zero.core.progress import NO_PROGRESS
+from lightning_elastic_zero.errors import CheckpointCorruptedError, SaveError, UnsupportedError
+from lightning_elastic_zero.storage import node_http
+from lightning_elastic_zero.storage.file_read import VerifiedFile
+from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
+from lightning_elastic_zero.storage.node_files import NodeFiles
+from lightning_elastic_zero.storage.object_store import NODES, StorePath
+from lightning_elastic_zero.storage.store import Version
+from tests.storage._nodes import (
+    FILE,
+    KEY,
+    NAME,
+    SAVE,
+    Node,
+    be_on,
+    holders,
+    make_nodes,
+    write_file,
+)
+
+DATA = os.urandom(3 << 20)
+MANIFEST = json.dumps({"format": FORMAT}).encode()
+
+
+def _commit(number: int) -> bytes:
+    return json.dumps({"format": FORMAT, "number": number}).encode()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Node]]:
+    with make_nodes(tmp_path, 3) as made:
+        yield made
+
+
+def read_on(node: Node, entry: object, start: int = 0, stop: int = len(DATA)) -> bytes:
+    be_on(node)
+    with VerifiedFile(StorePath(NODES, FILE.rpartition("/")[0]), entry, SAVE) as file:  # type: ignore[arg-type]
+        return bytes(file.read(start, stop))
+
+
+def flip(path: Path, at: int = 100_000) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+class TestCopies:
+    def test_a_file_is_here_and_on_the_next_node(
+        self, nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lightning_elastic_zero.storage.node_store.PART_BYTES", 1 << 20)
+        entry = write_file(nodes[1], DATA)
+        for key in (FILE, FILE + SUMS_SUFFIX):
+            assert holders(nodes, key) == [1, 2]
+        assert nodes[2].path(FILE).read_bytes() == DATA
+        for node in nodes:
+            assert read_on(node, entry) == DATA
+            assert read_on(node, entry, 70_000, 70_100) == DATA[70_000:70_100]
+
+    def test_a_copy_that_differs_is_not_confirmed(self, nodes: list[Node]) -> None:
+        entry = write_file(nodes[0], DATA)
+        sums = nodes[0].path(FILE + SUMS_SUFFIX).read_bytes()
+        name = FILE.removeprefix(f"{KEY}/")
+        with nodes[2].peer() as peer, nodes[0].path(FILE).open("r+b") as file:
+            file.write(b"other")
+            file.flush()
+            peer.put_part(name, file.fileno(), 0, entry.size_bytes, is_last=True)
+            with pytest.raises(OSError, match="node asked: chunk 0 does not match its checksum"):
+                peer.put_small(name + SUMS_SUFFIX, sums)
+
+    def test_an_empty_file_is_copied(self, nodes: list[Node]) -> None:
+        entry = write_file(nodes[0], b"")
+        assert holders(nodes, FILE) == [0, 1]
+        assert read_on(nodes[2], entry, 0, 0) == b""
+
+
+class TestNames:
+    def test_a_name_is_on_all_nodes(self, nodes: list[Node]) -> None:
+        version = nodes[0].store.swap(NAME, _commit(1), None)
+        assert holders(nodes, NAME) == [0, 1, 2]
+        times = {node.path(NAME).stat().st_mtime_ns for node in nodes}
+        assert len(times) == 1
+        for node in nodes:
+            assert node.store.get(NAME)[:2] == (_commit(1), version)
+        nodes[0].store.delete([NAME])
+        assert holders(nodes, NAME) == []
+        assert not nodes[0].path(NAME).parent.exists()
+
+    def test_a_name_changes_only_as_expected(self, nodes: list[Node]) -> None:
+        version = nodes[0].store.swap(NAME, _commit(1), None)
+        for expected in (None, {"e_tag": "other"}):
+            with pytest.raises(FileExistsError):
+                nodes[0].store.swap(NAME, _commit(2), expected)
+        nodes[0].store.swap(NAME, _commit(3), version)
+        assert nodes[2].path(NAME).read_bytes() == _commit(3)
+
+    def test_times_of_names_increase_whatever_the_clock_says(self, nodes: list[Node]) -> None:
+        joined = nodes[0].store.joined(KEY)
+        assert joined is not None
+        joined.newest_ns = 2**62
+        nodes[0].store.swap(NAME, _commit(1), None)
+        assert nodes[1].path(NAME).stat().st_mtime_ns == 2**62 + 1
+
+    def test_ranks_of_an_earlier_world_change_nothing(self, nodes: list[Node]) -> None:
+        version = nodes[0].store.swap(NAME, _commit(1), None)
+        name = NAME.removeprefix(f"{KEY}/")
+        for node in nodes[:2]:
+            node.files.set_state(replace(node.files.state(), fence="world-2"))
+        with nodes[1].peer() as peer:
+            for change in (
+                lambda: nodes[0].store.swap(NAME, _commit(2), version),
+                lambda: nodes[0].store.delete([NAME]),
+                lambda: peer.put_name(name, b"2", 1),
+                lambda: peer.delete([name]),
+            ):
+                with pytest.raises(PermissionError, match="the job has started again"):
+                    change()
+        assert [node.path(NAME).read_bytes() for node in nodes] == [_commit(1)] * 3
+
+
+class TestLostNodes:
+    def test_a_lost_neighbour_fails_the_save(self, nodes: list[Node]) -> None:
+        nodes[1].server.stop()
+        with pytest.raises(SaveError, match="node host-1 does not answer"):
+            write_file(nodes[0], DATA)
+
+    def test_a_copy_is_read_when_its_writer_is_lost(self, tmp_path: Path) -> None:
+        with make_nodes(tmp_path, 4, copies=3) as nodes:
+            entry = write_file(nodes[0], DATA)
+            be_on(nodes[3])
+            folder = StorePath(NODES, FILE.rpartition("/")[0])
+            with VerifiedFile(folder, entry, SAVE) as file:
+                for lost in (0, 1):
+                    nodes[lost].server.stop()
+                    assert bytes(file.read(0, len(DATA))) == DATA
+
+
+class TestDamage:
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            flip,
+            lambda path: os.truncate(path, 1000),
+            Path.unlink,
+            lambda path: flip(path.with_name(path.name + SUMS_SUFFIX), 50),
+            lambda path: path.with_name(path.name + SUMS_SUFFIX).unlink(),
+        ],
+    )
+    def test_another_holder_is_asked(
+        self, damage: Callable[[Path], object], nodes: list[Node]
+    ) -> None:
+        entry = write_file(nodes[0], DATA)
+        damage(nodes[0].path(FILE))
+        for node in nodes:
+            assert read_on(node, entry) == DATA
+
+    def test_damage_of_all_copies_is_reported(self, nodes: list[Node]) -> None:
+        entry = write_file(nodes[0], DATA)
+        flip(nodes[0].path(FILE))
+        flip(nodes[1].path(FILE), 200_000)
+        for node in nodes:
+            with pytest.raises(CheckpointCorruptedError, match="do not match their checksum"):
+                read_on(node, entry)
+
+
+KEYS_OF_OTHERS = [
+    "../outside/manifest.json",
+    "step-1/../../outside/manifest.json",
+    "/etc/manifest.json",
+    "step-1//manifest.json",
+    f"../{SAVE}/latest",
+    "step-1/passwords.txt",
+    f"step-1/{SAVE}/checkpoint/model.bin",
+    ".zero-node.json",
+    ".zero-lock",
+    "step-1/\x00/manifest.json",
+    "",
+]
+
+
+class TestRequestsOfOthers:
+    @pytest.mark.parametrize("key", KEYS_OF_OTHERS)
+    def test_only_files_of_this_library_are_touched(
+        self, key: str, nodes: list[Node], tmp_path: Path
+    ) -> None:
+        nodes[0].store.swap(NAME, _commit(1), None)
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        (outside / "manifest.json").write_text("mine")
+        before = sorted(tmp_path.rglob("*"))
+        with nodes[0].peer() as peer, (outside / "manifest.json").open("rb") as file:
+            for request in (
+                lambda: peer.get(key),
+                lambda: peer.put_small(key, b"x"),
+                lambda: peer.put_name(key, b"x", 1),
+                lambda: peer.put_part(key, file.fileno(), 0, 4, is_last=True),
+                lambda: peer.delete([key]),
+            ):
+                with pytest.raises(OSError, match="node asked"):
+                    request()
+        assert sorted(tmp_path.rglob("*")) == before
+        assert (outside / "manifest.json").read_text() == "mine"
+
+    def test_a_wrong_token_is_refused(self, nodes: list[Node]) -> None:
+        nodes[0].store.swap(NAME, _commit(1), None)
+        name = NAME.removeprefix(f"{KEY}/")
+        for token in ("", "Secret", "secretx"):
+            with nodes[0].peer(token) as peer:
+                for request in (
+                    partial(peer.get, name),
+                    partial(peer.below, ""),
+                    partial(peer.put_name, name, b"x", 1),
+                    partial(peer.put_small, name, b"x"),
+                    partial(peer.delete, [name]),
+                ):
+                    with pytest.raises(OSError, match="the server of another run"):
+                        request()
+        assert nodes[0].path(NAME).read_bytes() == _commit(1)
+
+    def test_no_link_is_followed(self, nodes: list[Node], tmp_path: Path) -> None:
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        (outside / "manifest.json").write_text("mine")
+        root = nodes[0].files.root
+        (root / "step-2").symlink_to(outside)
+        (root / "step-3").mkdir()
+        (root / "step-3/manifest.json").symlink_to(outside / "manifest.json")
+        with nodes[0].peer() as peer:
+            for request in (
+                partial(peer.get, "step-2/manifest.json"),
+                partial(peer.get, "step-3/manifest.json"),
+                partial(peer.put_name, "step-2/manifest.json", b"x", 1),
+                partial(peer.put_name, "step-3/manifest.json", b"x", 1),
+                partial(peer.delete, ["step-2/manifest.json"]),
+            ):
+                with pytest.raises(OSError, match="node asked"):
+                    request()
+            peer.delete(["step-3/manifest.json"])
+            assert [each.key for each in peer.below("")] == []
+        assert (outside / "manifest.json").read_text() == "mine"
+
+    def test_a_list_stays_in_the_folder(self, nodes: list[Node]) -> None:
+        with nodes[0].peer() as peer:
+            for key in ("..", "step-1/../.."):
+                with pytest.raises(OSError, match="no such folder"):
+                    peer.below(key)
+
+
+class TestFolder:
+    def test_it_must_be_this_users_alone(self, tmp_path: Path) -> None:
+        folder = tmp_path / "open"
+        folder.mkdir(mode=0o755)
+        with pytest.raises(UnsupportedError, match=r"has mode 755, expected user \d+ and mode 700"):
+            NodeFiles(folder).make()
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+    def test_a_folder_of_another_user_is_refused(self, tmp_path: Path) -> None:
+        folder = tmp_path / "theirs"
+        folder.mkdir(mode=0o700)
+        os.chown(folder, 12345, 12345)
+        with pytest.raises(UnsupportedError, match="belongs to user 12345"):
+            NodeFiles(folder).make()
+
+    def test_a_link_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "real").mkdir(mode=0o700)
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        with pytest.raises(UnsupportedError, match="is a link or a file"):
+            NodeFiles(tmp_path / "link").make()
+
+    def test_what_was_being_written_is_removed(self, nodes: list[Node], tmp_path: Path) -> None:
+        (tmp_path / "x").write_bytes(DATA)
+        with nodes[1].peer() as peer, (tmp_path / "x").open("rb") as file:
+            name = FILE.removeprefix(f"{KEY}/")
+            peer.put_part(name, file.fileno(), 0, 9, is_last=False)
+        assert len(list(nodes[1].files.root.rglob(".zero-new-*"))) == 1
+        assert [each.key for each in nodes[1].files.below("")] == []
+        nodes[1].files.delete_unfinished()
+        assert sorted(p.name for p in nodes[1].files.root.iterdir()) == [
+            ".zero-lock",
+            ".zero-node.json",
+        ]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield a folder in memory with room for 2 MB."""
+    folder = tmp_path / "node-1"
+    folder.mkdir(mode=0o700)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=0700", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+class TestRoom:
+    def test_a_full_neighbour_is_named(self, small_disk: Path, tmp_path: Path) -> None:
+        with make_nodes(tmp_path, 2) as nodes:
+            assert nodes[1].files.root == small_disk
+            with pytest.raises(SaveError, match=r"node host-1: \d+ bytes are needed, but .* left"):
+                write_file(nodes[0], DATA)
+
+    def test_a_full_node_can_delete(self, small_disk: Path, tmp_path: Path) -> None:
+        with make_nodes(tmp_path, 2) as nodes:
+            write_file(nodes[1], DATA[:500_000])
+            nodes[1].store.swap(NAME, _commit(1), None)
+            with (small_disk / "filler").open("wb") as filler:
+                os.posix_fallocate(filler.fileno(), 0, 1 << 20)
+            with pytest.raises(OSError, match="500000 bytes are needed"):
+                nodes[1].files.check_room(500_000)
+            version = nodes[1].store.get(NAME)[1]
+            nodes[0].store.swap(NAME, _commit(2), version)
+            nodes[0].store.delete([NAME, FILE, FILE + SUMS_SUFFIX])
+            assert not nodes[1].path(FILE).exists()
+
+    def test_a_full_node_is_refused_before_it_writes(
+        self, small_disk: Path, tmp_path: Path
+    ) -> None:
+        message = f"3145728 bytes are needed, but the file system of {small_disk}"
+        with make_nodes(tmp_path, 2) as nodes:
+            with pytest.raises(SaveError, match=message):
+                write_file(nodes[1], DATA)
+            assert not nodes[1].path(FILE).exists()
+
+
+def test_files_of_users_stay(nodes: list[Node]) -> None:
+    """Next to checkpoints, in their place, and in them."""
+    write_file(nodes[0], DATA)
+    nodes[0].store.swap(NAME, MANIFEST, None)
+    theirs = [
+        "notes.txt",
+        ".zero-notes",
+        "step-1/notes.txt",
+        "step-2/manifest.json",
+        f"step-1/{SAVE}/notes.txt",
+    ]
+    for node in nodes:
+        for name in theirs:
+            path = node.files.root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text('{"format": "mine"}')
+    assert set(nodes[1].files.names()) == {NAME.removeprefix(f"{KEY}/")}
+    with pytest.raises(PermissionError, match="other software wrote this file"):
+        nodes[0].store.swap(f"{KEY}/step-2/manifest.json", MANIFEST, _version_at(nodes[0]))
+    every = [found.key for found in nodes[0].store.objects_below(KEY)]
+    nodes[0].store.delete([key for key in every if "step-2" not in key])
+    for node in nodes:
+        node.files.unmark()
+        node.files.delete_unfinished()
+        left = [p for p in node.files.root.rglob("*") if p.is_file()]
+        names = {p.relative_to(node.files.root).as_posix() for p in left}
+        assert names - {".zero-lock", ".zero-node.json"} == set(theirs)
+        assert {(node.files.root / name).read_text() for name in theirs} == {'{"format": "mine"}'}
+
+
+def _version_at(node: Node) -> Version:
+    return node.store.get(f"{KEY}/step-2/manifest.json")[1]
+
+
+def test_a_silent_node_is_given_up(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts a connection and never answers."""
+    monkeypatch.setattr(node_http, "TIMEOUT_S", 0.3)
+    with nodes[1].files.locked(), pytest.raises(OSError, match="host-1 does not answer") as raised:
+        nodes[0].store.swap(NAME, _commit(1), None, NO_PROGRESS)
+    assert raised.value.errno == errno.EIO
