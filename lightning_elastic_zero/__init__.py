@@ -22,7 +22,12 @@ from lightning_elastic_zero.errors import (
 )
 
 if TYPE_CHECKING:
-    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+    from lightning_elastic_zero.api import (
+        delete_checkpoint,
+        load_checkpoint,
+        newest_checkpoint,
+        save_checkpoint,
+    )
     from lightning_elastic_zero.checkpoint.types import CheckpointStats, LoadResult
     from lightning_elastic_zero.core.manifest import Manifest
     from lightning_elastic_zero.core.progress import Progress
@@ -69,12 +74,14 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "convert_checkpoint",
+    "delete_checkpoint",
     "describe_dumps",
     "diff_checkpoints",
     "elastic",
     "fingerprint_checkpoint",
     "inspect_checkpoint",
     "load_checkpoint",
+    "newest_checkpoint",
     "newest_sound_checkpoint",
     "plan_batches",
     "run_selftest",
@@ -98,12 +105,14 @@ _MODULE_OF_NAME = {
     "RayCheckpointReport": "lightning_elastic_zero.integrations.ray",
     "ResumesAtSample": "lightning_elastic_zero.trainer.loaders",
     "convert_checkpoint": "lightning_elastic_zero.tools.conversion",
+    "delete_checkpoint": "lightning_elastic_zero.api",
     "describe_dumps": "lightning_elastic_zero.formats.dumps",
     "diff_checkpoints": "lightning_elastic_zero.tools.differences",
     "elastic": "lightning_elastic_zero.integrations.huggingface",
     "fingerprint_checkpoint": "lightning_elastic_zero.tools.fingerprint",
     "inspect_checkpoint": "lightning_elastic_zero.tools.inspection",
     "load_checkpoint": "lightning_elastic_zero.api",
+    "newest_checkpoint": "lightning_elastic_zero.api",
     "newest_sound_checkpoint": "lightning_elastic_zero.tools.verification",
     "plan_batches": "lightning_elastic_zero.data_progress.batches",
     "run_selftest": "lightning_elastic_zero.selftest",

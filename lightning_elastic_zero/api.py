@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.newest import delete_at, find_newest
+from lightning_elastic_zero.checkpoint.nodes import NODE_COPIES, join_folder_of
 from lightning_elastic_zero.checkpoint.save import save_engine
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
@@ -23,6 +25,7 @@ from lightning_elastic_zero.coordination.liveness import ABSENT_TIMEOUT_S, STALL
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.options import (
     check_client_state,
+    check_count,
     check_flag,
     check_rename,
 )
@@ -34,7 +37,9 @@ __all__ = [
     "CheckpointStats",
     "ElasticOptions",
     "LoadResult",
+    "delete_checkpoint",
     "load_checkpoint",
+    "newest_checkpoint",
     "save_checkpoint",
 ]
 
@@ -121,6 +126,7 @@ def save_checkpoint(
     weights_only: bool = False,
     exclude_frozen_parameters: bool = False,
     save_module_weights: bool = False,
+    node_copies: int = NODE_COPIES,
     stall_timeout_s: float = STALL_TIMEOUT_S,
     absent_timeout_s: float = ABSENT_TIMEOUT_S,
 ) -> CheckpointStats:
@@ -134,7 +140,8 @@ def save_checkpoint(
         engine: Result of ``deepspeed.initialize``, with ZeRO stage 0, 1, 2 or 3.
         path: Directory of the checkpoint on a disk that all ranks share, or URL in an object
             store; equal on all ranks. Each checkpoint has its own, such as
-            ``f"{folder}/step-{step}"``.
+            ``f"{folder}/step-{step}"``. ``node:///dev/shm/run/step-1`` is in the memory or on the
+            disk of each node, with copies on other nodes.
         client_state: Your own state, which a load returns on every rank. Plain data is best
             (numbers, strings, tensors, lists, dicts). It should be equal on all ranks: rank 0's is
             saved, with a warning that names an entry that differs.
@@ -144,6 +151,8 @@ def save_checkpoint(
         exclude_frozen_parameters: Omit weights that the optimizer does not own.
         save_module_weights: Also write the low-precision weights, which can be computed from the
             masters. DeepSpeed's own loaders need them.
+        node_copies: With ``node://``, the number of nodes that have each file. ``node_copies - 1``
+            neighbours may be lost at once.
         stall_timeout_s: Seconds that a rank may work without progress before the save fails on all
             ranks. Each MiB written is progress. Increase it if one call to the file system can take
             longer.
@@ -168,8 +177,10 @@ def save_checkpoint(
     )
     client = check_client_state("client_state", client_state)
     own = check_client_state("rank_state", rank_state)
+    copies = check_count("node_copies", node_copies, least=1, unit="nodes")
     live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("save", live, path, times)) as ranks:
+        join_folder_of(path, ranks, copies)
         warn_of_open_window(live, path, ranks)
         return save_engine(SaveRequest(live, path, client, options, own), ranks)
 
@@ -234,6 +245,63 @@ def load_checkpoint(
     live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("load", live, path, times)) as ranks:
         return load_engine(live, path, ranks, options)
+
+
+def newest_checkpoint(
+    *folders: str | os.PathLike[str],
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+    absent_timeout_s: float = ABSENT_TIMEOUT_S,
+) -> str | None:
+    """Find the newest checkpoint of this library whose files are all there, to resume from it.
+
+    Call it on every rank. No data is read: ``load_checkpoint`` verifies what it reads. The newest
+    one is the last that was published.
+
+    Args:
+        folders: Directories or URLs that contain checkpoints, such as ``node:///dev/shm/run`` and
+            a shared disk for the case that too many nodes are lost.
+        stall_timeout_s: See ``save_checkpoint``.
+        absent_timeout_s: See ``save_checkpoint``.
+
+    Returns:
+        Its path or URL; None if there is no checkpoint, so that training begins at step 0.
+
+    Raises:
+        CheckpointCorruptedError: There are checkpoints, but none is complete. The message names
+            nodes that are missing.
+        UnsupportedError: Nodes have folders of different runs, or share one.
+        RanksError: A rank failed, died or did not call this function.
+    """
+    times = Timeouts.of(stall_timeout_s, absent_timeout_s)
+    call = f"find the newest checkpoint in {folders}"
+    with closing(connect_ranks(times, name="elastic-zero api", call=call)) as ranks:
+        return find_newest(folders, ranks)
+
+
+def delete_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+    absent_timeout_s: float = ABSENT_TIMEOUT_S,
+) -> None:
+    """Delete a checkpoint of this library, or a link to one, on all nodes. Call it on every rank.
+
+    Its name disappears in one step, before its files. A missing one counts as deleted.
+
+    Args:
+        path: Directory or URL of the checkpoint.
+        stall_timeout_s: See ``save_checkpoint``.
+        absent_timeout_s: See ``save_checkpoint``.
+
+    Raises:
+        SaveError: There is something else at the path, or it could not be deleted.
+        RanksError: A rank failed, died or did not call this function.
+    """
+    times = Timeouts.of(stall_timeout_s, absent_timeout_s)
+    call = f"delete {os.fspath(path)}"
+    with closing(connect_ranks(times, name="elastic-zero api", call=call)) as ranks:
+        join_folder_of(path, ranks)
+        ranks.broadcast(call, lambda: delete_at(path, ranks.progress))
 
 
 def warn_of_open_window(live: LiveEngine, path: str | os.PathLike[str], ranks: Ranks) -> bool:

@@ -12,12 +12,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from lightning_elastic_zero.coordination.ranks import Ranks
-from lightning_elastic_zero.core.process_state import machine
+from lightning_elastic_zero.core.process_state import machine, mount_namespace
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.errors import ElasticZeroError, SaveError
+from lightning_elastic_zero.errors import ElasticZeroError, SaveError, UnsupportedError
 from lightning_elastic_zero.storage.file_write import as_save_error
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.object_store import NODES
 from lightning_elastic_zero.storage.ownership import new_id
 
 log = logging.getLogger(__name__)
@@ -64,12 +65,15 @@ def _host() -> str:
     """Return an identifier of this host or container."""
     # Containers of one host may have different mounts at the same path.
     with suppress(OSError):
-        return f"{machine()} {Path('/proc/self/ns/mnt').readlink()}"
+        return f"{machine()} {mount_namespace()}"
     return machine()
 
 
 def _check_remote(folder: Folder, ranks: Ranks) -> None:
     """Check that rank 0 can write into a folder and that all ranks can read it. Collective."""
+    if str(folder).startswith(NODES):
+        msg = f"{folder}: trainers do not save on nodes. Use save_checkpoint in a plain loop"
+        raise UnsupportedError(msg)
     step = f"check {folder}"
 
     def leave() -> str:

@@ -29,6 +29,7 @@ from lightning_elastic_zero.checkpoint.load_checks import (
     report_changed_weights,
     source_summary,
 )
+from lightning_elastic_zero.checkpoint.nodes import join_folder_of
 from lightning_elastic_zero.checkpoint.streams import finish_device_work
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
@@ -82,6 +83,7 @@ def load_engine(
         RanksError: a rank failed, died, or did not call this function.
     """
     finish_device_work()  # A background save may still copy state that the load replaces.
+    join_folder_of(path, ranks)
     try:
         return _load(path, live, ranks, options)
     except DAMAGE_ERRORS as error:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.storage.object_store import SCHEMES, AnyPath, StorePath
+from lightning_elastic_zero.storage.object_store import NODES, SCHEMES, AnyPath, StorePath
 
 _URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")
 
-_WAS_URL = re.compile(rf"(^|/)(file|{'|'.join(SCHEMES)}):/")
+_WAS_URL = re.compile(rf"(^|/)(file|node|{'|'.join(SCHEMES)}):/")
 """In paths that were made of a URL: ``Path("s3://bucket/run")`` is ``s3:/bucket/run``."""
 
 NO_ENTRY = {
@@ -62,6 +62,14 @@ def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:
     parts = [part for part in text[url.end() :].split("/") if part not in {"", "."}]
     if parts[-1:] == [MANIFEST_NAME]:
         parts.pop()
+    if scheme == "node":
+        if not text[url.end() :].startswith("/") or not parts or ".." in parts:
+            msg = (
+                f"{text} is not supported. Choose a folder that each node has for itself, as an "
+                "absolute path without '..' after node://, such as node:///dev/shm/run"
+            )
+            raise UnsupportedError(msg)
+        return StorePath(NODES, "/".join(parts))
     if scheme not in SCHEMES or not parts or ".." in parts:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         msg = (

@@ -139,9 +139,17 @@ for each in found:
 print("the same")
 """
 
+
+def check_nodes(folder: Path, output: str) -> None:
+    """The second run resumed the last step of the first one, and one checkpoint is left."""
+    assert "local/step-5 at step 5" in output
+    assert sorted(path.name for path in (folder / "local").glob("step-*")) == ["step-8"]
+
+
 STORIES: dict[str, Callable[[Path, str], None]] = {
     "getting-started.md": check_started,
     "my-node-is-gone.md": check_node,
+    "no-shared-disk.md": check_nodes,
     "i-have-an-old-checkpoint.md": check_old,
     "i-want-the-weights-out.md": check_weights,
 }

@@ -66,7 +66,13 @@ def run_ranks(
     port = host.port if host is not None else free_port()
     return _run(
         [
-            partial(_be_rank, program, port, Job(rank, world_size), store_of_launcher)
+            partial(
+                be_rank,
+                program,
+                port,
+                Job(rank, world_size),
+                store_of_launcher=store_of_launcher,
+            )
             for rank in range(world_size)
         ],
         fork_server,
@@ -81,7 +87,7 @@ def run_side_by_side(
     ports = [free_port() for _ in programs]
     results = _run(
         [
-            partial(_be_rank, program, port, Job(rank, world_size), store_of_launcher=False)
+            partial(be_rank, program, port, Job(rank, world_size), store_of_launcher=False)
             for program, port in zip(programs, ports, strict=True)
             for rank in range(world_size)
         ],
@@ -100,7 +106,7 @@ def _run(
             for number, call in enumerate(calls):
                 ranks.append(fork_server.start_program(call, Path(folder), str(number)))
             end = time.monotonic() + timeout_s
-            return [_result(rank.wait(end), rank) for rank in ranks]
+            return [result_of(rank.wait(end), rank) for rank in ranks]
         except TimeoutError as error:
             outputs = [path.read_text() for path in sorted(Path(folder).iterdir())]
             msg = f"the ranks took longer than {timeout_s} s:\n" + "\n".join(outputs)
@@ -110,14 +116,18 @@ def _run(
                 started.kill()
 
 
-def _result(returncode: int, rank: Program) -> RankResult:
+def result_of(returncode: int, rank: Program) -> RankResult:
+    """Return the result of an ended rank."""
     lines = rank.stdout.read_text().splitlines()
     # DeepSpeed prints other lines.
     notes = dict(json.loads(line) for line in lines if line.startswith('["'))
     return RankResult(notes, returncode, rank.stderr.read_text())
 
 
-def _be_rank(program: Callable[[Job], None], port: int, job: Job, store_of_launcher: bool) -> None:
+def be_rank(
+    program: Callable[[Job], None], port: int, job: Job, *, store_of_launcher: bool
+) -> None:
+    """Run a program as one rank."""
     timeout = timedelta(seconds=30)
     host = "127.0.0.1"
     if store_of_launcher:

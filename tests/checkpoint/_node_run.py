@@ -1,0 +1,87 @@
+"""Ranks that save and delete small checkpoints on nodes, without engines, and are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+
+from lightning_elastic_zero.checkpoint.newest import delete_at, find_newest
+from lightning_elastic_zero.checkpoint.nodes import join_folder
+from lightning_elastic_zero.checkpoint.save import ShardContents, write_shards
+from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.core.manifest import TrainingProgress
+from lightning_elastic_zero.formats.client_state import SplitState, split_objects
+from lightning_elastic_zero.formats.newest import verify_share
+from lightning_elastic_zero.storage.paths import parse_path
+from tests.support.launch import Job
+from tests.support.nodes import enter
+from tests.support.plain_checkpoints import make_state, manifest_of, rank_state
+from tests.support.small_checkpoints import before_each_syscall
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """One world: it resumes, then saves each step and deletes the one before."""
+
+    url: str
+    folders: tuple[str, ...]
+    """The disk of each rank's node."""
+    mounted: str
+    steps: int = 2
+    kills: int = -1
+    """The rank that is killed; -1: none."""
+    at_call: int = 0
+    """Before which of its system calls."""
+    copies: int = 2
+
+    def __call__(self, job: Job) -> None:
+        enter(self.folders[job.rank], self.mounted)
+        with closing(connect_ranks()) as ranks, self._killed(job):
+            join_folder(self.url, ranks, self.copies)
+            newest = find_newest([self.url], ranks)
+            if newest:
+                path = parse_path(newest)
+                verify = lambda: verify_share(path, ranks.rank, ranks.world_size, ranks.progress)  # noqa: E731
+                ranks.run_all("verify", verify)
+            step = int(newest.rpartition("-")[2]) if newest else 0
+            job.note("resumed", step)
+            for each in range(step + 1, step + 1 + self.steps):
+                save(f"{self.url}/step-{each}", each, ranks)
+                job.note("saved", each)
+                for old in (each - 1, each - 2):  # A kill may have left the second one.
+                    url = f"{self.url}/step-{old}"
+                    ranks.broadcast("delete", lambda: delete_at(url, ranks.progress))  # noqa: B023
+                job.note("deleted", each - 1)
+
+    @contextmanager
+    def _killed(self, job: Job) -> Iterator[None]:
+        calls = 0
+
+        def count() -> None:
+            nonlocal calls
+            calls += 1
+            if job.rank == self.kills and calls == self.at_call:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with before_each_syscall(count):
+            yield
+        job.note("calls", calls)
+
+
+def save(url: str, step: int, ranks: Ranks) -> None:
+    """Save a small state as an engine of these ranks would. Collective."""
+    state = make_state()
+    manifest = manifest_of(
+        state, 3, ranks.world_size, progress=replace(_PROGRESS, global_steps=step)
+    )
+    held = rank_state(state, manifest, ranks.rank)
+    if ranks.rank:
+        held = replace(held, module_buffers={})
+    client = split_objects({"step": step})
+    write_shards(ShardContents(parse_path(url), manifest, held, client, SplitState()), ranks)
+
+
+_PROGRESS = TrainingProgress(global_steps=0, global_samples=36, global_batch_size=12)

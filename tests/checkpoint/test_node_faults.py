@@ -1,0 +1,153 @@
+"""Nodes that are lost, cut off or killed at any system call: no acknowledged save is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint._node_run import NodeRun
+from tests.support.launch import Job, be_rank, result_of
+from tests.support.nodes import Nodes, needs_mounts
+from tests.support.processes import PROMPT_TIMEOUT_S, free_port
+from tests.support.ranks import ForkServer
+
+
+class Runs:
+    """Successive worlds on nodes, whose notes say what was acknowledged."""
+
+    def __init__(self, folder: Path, fork_server: ForkServer) -> None:
+        self.nodes = Nodes(folder, fork_server)
+        self.nodes.mounted.mkdir()
+        self.saved = 0
+        """The last step that any rank knows to be saved."""
+        self.errors: list[str] = []
+        """What the ranks of the last world printed; rank 0 prints the whole message."""
+        self._count = 0
+
+    def run(self, *nodes: int, fails: bool = False, **changes: Any) -> list[dict[str, Any]]:
+        """Run a world on nodes; after the death of one rank, kill the others, as launchers do."""
+        for node in nodes:
+            self.nodes.disk(node).mkdir(exist_ok=True)
+        folders = tuple(str(self.nodes.disk(node)) for node in nodes)
+        run = NodeRun(self.nodes.url, folders, str(self.nodes.mounted), **changes)
+        self._count += 1
+        port, server = free_port(), self.nodes.fork_server
+        ranks = [
+            server.start_program(
+                partial(be_rank, run, port, Job(rank, len(nodes)), store_of_launcher=False),
+                self.nodes.root,
+                f"{self._count}-{rank}",
+            )
+            for rank in range(len(nodes))
+        ]
+        end = time.monotonic() + PROMPT_TIMEOUT_S
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+            if any(rank.poll() for rank in ranks):
+                for rank in ranks:
+                    rank.kill()
+            time.sleep(0.02)
+        for rank in ranks:
+            rank.kill()
+        results = [result_of(rank.poll() or 0, rank) for rank in ranks]
+        notes = [result.notes for result in results]
+        if run.kills < 0 and not fails:
+            assert [result.returncode for result in results] == [0] * len(nodes), results
+        known = [note["saved"] for note in notes if "saved" in note]
+        self.saved = max([self.saved, *known])
+        self.errors = [result.stderr for result in results]
+        return notes
+
+    def check(self, *nodes: int) -> None:
+        """Resume on nodes; the last acknowledged save, or a later one, is found and intact."""
+        acknowledged = self.saved
+        notes = self.run(*nodes, steps=1)
+        assert {note["resumed"] for note in notes} <= {acknowledged, acknowledged + 1}
+        left = {path.name for node in nodes for path in self.nodes.path(node).glob("step-*")}
+        assert left == {f"step-{self.saved}"}
+        hidden = [p for n in nodes for p in self.nodes.path(n).rglob(".zero-*")]
+        assert {path.name for path in hidden} == {".zero-lock", ".zero-node.json"}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, fork_server: ForkServer) -> Runs:
+    needs_mounts()
+    return Runs(tmp_path, fork_server)
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_killed_rank_loses_no_acknowledged_save(runs: Runs, rank: int) -> None:
+    """Its node is lost with it, and returns empty."""
+    calls = runs.run(0, 1)[rank]["calls"]
+    for part in (0.25, 0.6, 0.9):
+        runs.run(0, 1, kills=rank, at_call=int(calls * part))
+        runs.nodes.lose(rank)
+        runs.check(1, 0)
+
+
+def test_two_neighbours_may_be_lost_with_three_copies(runs: Runs) -> None:
+    runs.run(0, 1, 2, 3, copies=3)
+    runs.nodes.lose(1, 2)
+    runs.check(3, 0)
+
+
+def test_two_neighbours_lost_with_two_copies_are_named(runs: Runs) -> None:
+    """No rank starts at step 0."""
+    runs.run(0, 1, 2, 3)
+    runs.nodes.lose(1, 2)
+    notes = runs.run(3, 0, fails=True)
+    assert notes == [{}, {}]
+    assert "no checkpoint is complete" in runs.errors[0]
+    assert "nodes that are missing: disk-1, disk-2" in runs.errors[0]
+
+
+def test_a_node_that_was_cut_off_contributes_no_names(runs: Runs) -> None:
+    runs.run(0, 1)
+    runs.run(1)
+    assert runs.saved == 4
+    runs.check(0, 1)
+
+
+def test_two_parts_that_went_on_alone_are_refused(runs: Runs) -> None:
+    runs.run(0, 1)
+    runs.run(1)
+    runs.run(0)
+    notes = runs.run(0, 1, fails=True)
+    assert notes == [{}, {}]
+    assert "without the other" in runs.errors[0]
+
+
+def test_a_folder_of_another_run_is_refused(runs: Runs) -> None:
+    runs.run(0)
+    runs.run(1)
+    assert runs.run(0, 1, fails=True) == [{}, {}]
+    assert "belongs to another run" in runs.errors[0]
+
+
+def test_a_shared_folder_is_refused(runs: Runs) -> None:
+    runs.nodes.disk(0).mkdir()
+    runs.nodes.disk(1).symlink_to(runs.nodes.disk(0))
+    assert runs.run(0, 1, fails=True) == [{}, {}]
+    assert "is one folder that" in runs.errors[0]
+
+
+@pytest.mark.long
+def test_many_kills(runs: Runs) -> None:
+    seed = int(os.environ.get("SEED", time.time_ns() % 10_000))
+    print(f"SEED={seed}")
+    draw = random.Random(seed)
+    calls = runs.run(0, 1, 2)[0]["calls"]
+    for _ in range(40):
+        rank = draw.randrange(3)
+        runs.run(0, 1, 2, kills=rank, at_call=draw.randrange(1, calls))
+        if draw.random() < 0.7:
+            runs.nodes.lose(rank)
+        left = [node for node in range(3) if node != rank]
+        draw.shuffle(left)
+        runs.check(*left)
+        runs.check(*draw.sample(range(3), 3))
