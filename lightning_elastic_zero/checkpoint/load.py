@@ -51,6 +51,7 @@ from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, scalars_by_buffer
 from lightning_elastic_zero.formats.renamed import RenamedReader
 from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.paths import parse_path
 
 _MOST_REPLACED = 5
@@ -161,19 +162,26 @@ def _load_once(
     """Make one attempt; on rank 0, ``found`` gets the save id."""
     began, asked, where = time.monotonic(), folder_at(path), str(path)
     requests = asked.requests
-
-    def find() -> dict[str, Any]:
-        live.check()
-        return asdict(_find(path, ranks, options, found))
-
-    first = _Found(**ranks.broadcast("load: find the checkpoint", find, live.check))
-    step = f"load {first.path}"
     with ExitStack() as files, ExitStack() as undo:
+        opened: list[CheckpointReader] = []
+
+        def find() -> dict[str, Any]:
+            live.check()
+            directory = _find(path, ranks)
+            opened.append(_open(directory, options, ranks.progress, files))
+            found.append(opened[0].manifest.save_id)
+            opened[0].check_all()
+            return asdict(_Found(str(directory), found[-1]))
+
+        first = _Found(**ranks.broadcast("load: find the checkpoint", find, live.check))
+        step = f"load {first.path}"
 
         def open_and_check() -> tuple[CheckpointReader, Checked]:
-            source = _open(path, first, live, options, ranks.progress)
-            files.enter_context(closing(source))
-            return source, check_load(source, live, options, where, ranks, undo)
+            if not opened:
+                opened.append(_open_same(path, first, options, ranks.progress, files))
+            here = live.describe()
+            source = _under_names_of(here, opened[0], options, first.path)
+            return source, check_load(source, live, here, options, where, ranks, undo)
 
         source, checked = ranks.run_all(f"{step}: open and check", open_and_check)
         read = partial(_read, source, live, checked, options, where, ranks, undo)
@@ -228,34 +236,34 @@ class _Found:
     save_id: str
 
 
-def _find(
-    path: str | os.PathLike[str], ranks: Ranks, options: LoadOptions, found: list[str]
-) -> _Found:
+def _find(path: str | os.PathLike[str], ranks: Ranks) -> AnyPath:
     """Rank 0: find the checkpoint, behind links, so that all ranks open the same one."""
-    asked, progress = folder_at(path), ranks.progress
+    asked = folder_at(path)
     asked.check_shareable(ranks.world_size)
     asked.repair()
-    directory = asked.follow_links_if_exists().path
-    opened = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)
-    with closing(opened) as source:
-        found.append(source.manifest.save_id)
-        source.check_all()
-        return _Found(str(directory), source.manifest.save_id)
+    return asked.follow_links_if_exists().path
 
 
 def _open(
+    directory: AnyPath, options: LoadOptions, progress: Progress, files: ExitStack
+) -> CheckpointReader:
+    source = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)
+    return files.enter_context(closing(source))
+
+
+def _open_same(
     path: str | os.PathLike[str],
     first: _Found,
-    live: LiveEngine,
     options: LoadOptions,
     progress: Progress,
+    files: ExitStack,
 ) -> CheckpointReader:
-    """Open the checkpoint that rank 0 found, under the model's names."""
+    """Open the checkpoint that rank 0 found."""
     directory = parse_path(first.path)
     mine = folder_at(path).follow_links().path
     if mine != directory:
         log.warning("this rank requested %s; all ranks load rank 0's path %s", mine, directory)
-    source = open_checkpoint(directory, allow_pickle=options.allow_pickle, progress=progress)
+    source = _open(directory, options, progress, files)
     if source.manifest.save_id != first.save_id:
         msg = (
             f"{directory} contains save {source.manifest.save_id} on this rank and "
@@ -263,10 +271,17 @@ def _open(
             "has just replaced it, load again"
         )
         raise CheckpointFormatError(msg)
-    renaming = mapping_to(live.describe().names(), options.renamed)
+    return source
+
+
+def _under_names_of(
+    here: Manifest, source: CheckpointReader, options: LoadOptions, where: str
+) -> CheckpointReader:
+    """Return a checkpoint under the model's names."""
+    renaming = mapping_to(here.names(), options.renamed)
     if not options.renamed and all(renaming.here(n) == n for n in source.manifest.names()):
         return source
-    return RenamedReader(source, renaming, str(directory))
+    return RenamedReader(source, renaming, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +334,9 @@ def _read(
         written = (*weights, *targets.weights[len(weights) :])
         for _, transfers in masters.by_rank():
             bytes_read += source.read_module_weights(transfers, targets.weights, written, progress)
-    check_infinite_weights(where, targets, source.manifest, live)
+    check_infinite_weights(
+        where, targets, source.manifest, checked.here, keeps_masters=live.keeps_masters()
+    )
     return _Filled(targets, values, bytes_read, tuple(source.comparison.changed))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -70,6 +70,7 @@ class Checked:
 def check_load(
     source: CheckpointReader,
     live: LiveEngine,
+    here: Manifest,
     options: LoadOptions,
     where: str,
     ranks: Ranks,
@@ -77,16 +78,16 @@ def check_load(
 ) -> Checked:
     """Check everything that can be checked before the state is read, on this rank.
 
-    Modules may adapt the shapes of their buffers first; ``undo`` gets the rollback.
+    ``here`` describes the engine. Modules may adapt the shapes of their buffers first; ``undo``
+    gets the rollback.
     """
-    here = live.describe()
     source.bind(here)
     training = bool(here.groups)
     # If the ranks' buffers differed, all ranks of an evaluation use rank 0's: its result must not
     # depend on the number of devices. In training, each rank gets its own.
     shared = source.module_state(ranks.rank if training else 0, ranks.world_size)
     adapt_buffers(live.module(), shared.buffers, undo)
-    here = live.describe()
+    here = replace(here, module_buffers=tuple(live.module_buffers()))
     # Weights alone begin a new run, with the schedule that is configured here.
     resumes = training and not source.manifest.weights_only and options.hyperparameters
     scope = RestoreScope(
@@ -209,15 +210,19 @@ def check_masters(source: CheckpointReader, where: str) -> None:
 
 
 def check_infinite_weights(
-    where: str, targets: RestoreTargets, saved: Manifest, live: LiveEngine
+    where: str,
+    targets: RestoreTargets,
+    saved: Manifest,
+    here: Manifest,
+    *,
+    keeps_masters: bool,
 ) -> None:
     """Warn of finite masters whose weights become infinite, on the ranks that have the masters.
 
     Raises CheckpointMismatchError if the masters would become infinite too.
     """
-    here, keeps = live.describe(), live.keeps_masters()
-    found = infinite_weights(targets, saved, here, rounds_masters=not keeps)
-    if found and not keeps:
+    found = infinite_weights(targets, saved, here, rounds_masters=not keeps_masters)
+    if found and not keeps_masters:
         msg = (
             f"{where}: values too large for {here.precision}. With "
             "zero_optimization.load_from_fp32_weights=false these masters would become infinite: "

@@ -59,7 +59,7 @@ OWN_READERS = {
     *("checkpoint/file_queue.py", "checkpoint/save.py", "trainer/launch.py"),  # installed programs
     *("checkpoint/directory_check.py", "selftest.py"),  # a folder that they have made
     *("storage/node_files.py", "storage/node_store.py"),  # without following links
-    "storage/file_write.py",  # new files
+    *("storage/file_write.py", "core/requirements.py"),  # new files; metadata of packages
 }
 """Files that open files themselves. Others call ``storage.paths``, which refuses pipes."""
 
