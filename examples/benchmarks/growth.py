@@ -79,7 +79,7 @@ def measure(folder: Path, parameters: float, rounds: int) -> dict[str, Any]:
     load_checkpoint(engine, path)
     files = [0] * distributed.get_world_size()
     distributed.all_gather_object(files, opened.count)
-    reader = RawRead(path)
+    reader = RawRead(path, new_memory=False)
     loads: Costs = in_turn(
         {"raw": reader.read, "ours": lambda: load_checkpoint(engine, path)}, rounds
     )

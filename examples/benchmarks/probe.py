@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ import torch
 from torch import distributed
 
 Cost = dict[str, float]
-"""``seconds`` until the slowest rank is done; ``read`` and ``written``, bytes of all ranks through
-the system; ``disk_read``, bytes of ``read`` that came from the disk; ``memory``, the maximum of one
-rank above its memory before the call."""
+"""``seconds`` until the slowest rank is done; ``system``, the seconds that all ranks spent in the
+system, and ``faults``, their page faults, which hardly depend on other programs; ``read`` and
+``written``, bytes of all ranks through the system; ``disk_read``, bytes of ``read`` that came from
+the disk; ``memory``, the maximum of one rank above its memory before the call."""
 
 _IO = {"read": "rchar:", "written": "wchar:", "disk_read": "read_bytes:"}
 
@@ -89,19 +91,26 @@ class _Watch:
 
 def cost_of(work: Callable[[], object]) -> Cost:
     """Make the call on all ranks, and return its cost. Collective."""
-    io = {name: _field("/proc/self/io", key) for name, key in _IO.items()}
     watch = _Watch()
     distributed.barrier()
+    before = _used()
     began = time.perf_counter()
     work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     memory = watch.stop()
-    summed = [_field("/proc/self/io", key) - io[name] for name, key in _IO.items()]
+    summed = [now - before[name] for name, now in _used().items()]
     slowest = _reduced([seconds, memory], distributed.ReduceOp.MAX)
     found = dict(zip(("seconds", "memory"), slowest, strict=True))
-    return {**found, **dict(zip(_IO, _reduced(summed, distributed.ReduceOp.SUM), strict=True))}
+    return {**found, **dict(zip(before, _reduced(summed, distributed.ReduceOp.SUM), strict=True))}
+
+
+def _used() -> dict[str, float]:
+    """Return what this process has used so far: time and page faults of the system, and bytes."""
+    found = resource.getrusage(resource.RUSAGE_SELF)
+    io = {name: _field("/proc/self/io", key) for name, key in _IO.items()}
+    return {"system": found.ru_stime, "faults": float(found.ru_minflt), **io}
 
 
 def _reduced(values: list[float], how: distributed.ReduceOp.RedOpType) -> list[float]:

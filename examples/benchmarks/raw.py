@@ -1,15 +1,20 @@
-"""The limits of the machine for the bytes of a checkpoint: write and sync, read."""
+"""The limits of the machine for the bytes of a checkpoint: write and sync, read and checksums."""
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import xxhash
 from torch import distributed
 
 PIECE_BYTES = 8 << 20
+READ_BYTES, SUM_BYTES = 1 << 20, 256 << 10
+"""A piece is read, and its checksums are computed, as in a load of this library."""
 
 
 class RawWrite:
@@ -31,22 +36,34 @@ class RawWrite:
 
 
 class RawRead:
-    """Reads this rank's share of a checkpoint's bytes into allocated memory."""
+    """Reads this rank's share of a checkpoint's bytes, with checksums as in a load.
 
-    def __init__(self, folder: Path) -> None:
+    The memory is as large as the share: it exists already, or is new, so that the system creates
+    each page during the read.
+    """
+
+    def __init__(self, folder: Path, *, new_memory: bool) -> None:
         rank, ranks = distributed.get_rank(), distributed.get_world_size()
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         self._shares = [_share(file, rank, ranks) for file in files]
-        self._memory = memoryview(bytearray(max(stop - start for _, start, stop in self._shares)))
+        self._size_bytes = sum(stop - start for _, start, stop in self._shares)
+        self._memory: Any = None if new_memory else bytearray(b"1") * self._size_bytes
 
     def read(self) -> None:
         """Read the share."""
+        if self._memory is None:
+            self._memory = mmap.mmap(-1, self._size_bytes)
+        memory = memoryview(self._memory)
         for file, start, stop in self._shares:
             with file.open("rb", buffering=0) as opened:
                 done = 0
                 while done < stop - start:
-                    piece = self._memory[done : min(done + PIECE_BYTES, stop - start)]
-                    done += os.preadv(opened.fileno(), [piece], start + done)
+                    piece = memory[done : min(done + READ_BYTES, stop - start)]
+                    count = os.preadv(opened.fileno(), [piece], start + done)
+                    for low in range(0, count, SUM_BYTES):
+                        xxhash.xxh3_64_digest(piece[low : min(low + SUM_BYTES, count)])
+                    done += count
+            memory = memory[stop - start :]
 
     def forget(self) -> None:
         """Drop the files from the system's page cache, so that a read comes from the disk."""

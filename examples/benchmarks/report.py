@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-BASELINES = {"load": "raw read", "save": "raw write and sync"}
+BASELINES = {"load": "raw read into existing memory", "save": "raw write and sync"}
 STALL = ": the call"
 OURS, OTHERS, MB = "this library", ("stock DeepSpeed", "torch.distributed.checkpoint"), 1e6
 COLORS = {OTHERS[0]: "#d9730d", OTHERS[1]: "#4f7f3b"}
@@ -59,6 +59,8 @@ def _row(way: str, costs: Costs, verb: str, state_bytes: float) -> list[str]:
     return [
         way,
         f"{middle['seconds']:.4f}",
+        f"{middle['system']:.4f}",
+        f"{middle['faults']:.0f}",
         f"{middle['read'] / state_bytes:.3f}",
         f"{middle['written'] / state_bytes:.3f}",
         f"{middle['disk_read'] / state_bytes:.3f}",
@@ -78,6 +80,8 @@ def _compared(way: str, other: str, costs: Costs) -> list[float]:
 _TITLES = (
     "way",
     "seconds",
+    "system time, s",
+    "page faults",
     "read / state",
     "written / state",
     "read from disk / state",
@@ -102,8 +106,9 @@ def table(result: Mapping[str, Any]) -> str:
     heading = (
         f"{result['state_bytes'] / MB:.0f} MB of state (fp32 masters, Adam's two moments), "
         f"{result['rounds']} rounds; medians, and ratios round by round with minimum and maximum. "
-        "Bytes are sums over ranks, without processes that torch starts; memory is the maximum "
-        "that a rank allocated; temporary disk is the space of a save beyond the last checkpoint. "
+        "System time, page faults and bytes are sums over ranks, without processes that torch "
+        "starts; memory is the maximum that a rank allocated; temporary disk is the space of a "
+        "save beyond the last checkpoint. Raw reads compute the checksums of a load. "
         f"DCP: torch.distributed.checkpoint. Machine: {here['cores']} cores, "
         f"load {here['load_average']:.1f}, {here['memory_bytes'] / 1e9:.0f} GB, {here['device']}, "
         f"{here['system']}; torch {here['torch']}, DeepSpeed {here['deepspeed']}, Python "

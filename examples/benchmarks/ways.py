@@ -31,6 +31,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 TAG, UNIVERSAL = "checkpoint", "universal"
 """The tags of stock DeepSpeed's checkpoints, and of the converted ones."""
 
+RAW_READS = {"raw read into existing memory": False, "raw read into new memory": True}
+"""Whether the memory is new."""
+
 Costs = dict[str, list[Cost]]
 """The costs of each method, by round."""
 
@@ -255,7 +258,7 @@ def _saves_of(setting: Setting, case: Case, width: int) -> Costs:
 
 def ways_to_load(setting: Setting, case: Case, source: int, ranks: int) -> list[str]:
     """Return the methods that can load a checkpoint of ``source`` ranks; raw reads are first."""
-    ways = ["raw read", "this library"]
+    ways = [*RAW_READS, "this library"]
     if source == ranks:
         ways.append("stock DeepSpeed")
     if case.like_fsdp:
@@ -270,8 +273,8 @@ def load_once(setting: Setting, case: Case, source: int, way: str) -> Cost:
     from lightning_elastic_zero.api import load_checkpoint
 
     ours, stock = (case.file(setting.folder, what, source) for what in ("ours", "stock"))
-    if way == "raw read":
-        return cost_of(RawRead(ours).read)
+    if way in RAW_READS:
+        return cost_of(RawRead(ours, new_memory=RAW_READS[way]).read)
     if way == "torch.distributed.checkpoint":
         return cost_of(_Fsdp(setting, source, trained=False).load)
     universal = way == "Universal Checkpoint"

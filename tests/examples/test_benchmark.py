@@ -14,7 +14,9 @@ import pytest
 from tests.support.processes import HANG_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
-WAYS_TO_LOAD = {"raw read", "this library", "torch.distributed.checkpoint"}
+RAW_READS = {"raw read into existing memory", "raw read into new memory"}
+WAYS_TO_LOAD = {*RAW_READS, "this library", "torch.distributed.checkpoint"}
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def printed_by(script: str, *options: str) -> str:
@@ -106,6 +108,8 @@ def test_every_way_is_measured_as_often_as_asked(tmp_path: Path) -> None:
     assert "torch.distributed.checkpoint, background process: the wait after it" in saves
     for costs in loads.values():
         assert all(state_bytes <= c["read"] < 1.05 * state_bytes for c in costs["this library"])
+        new = (cost["faults"] for cost in costs["raw read into new memory"])
+        assert all(faults > state_bytes / PAGE_BYTES for faults in new)
     text = (tmp_path / "out/figures.md").read_text()
     assert all(f"| {way} |" in text for costs in loads.values() for way in costs)
     assert (tmp_path / "out/figures.png").read_bytes().startswith(b"\x89PNG")
