@@ -191,6 +191,21 @@ class InterruptedLoad:
     differing: dict[str, int]
 
 
+class FailingDisk:
+    """Counts the reads of a load; fails on rank 0 at the last of as many, and later ones."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def count(self) -> None:
+        self.reads += 1
+
+    def fail_at_last(self) -> None:
+        self.reads -= 1
+        if self.reads <= 0 and distributed.get_rank() == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def interrupted_load(setup: Setup, path: str) -> InterruptedLoad:
     """Load into a run; the disk of rank 0 fails after all other data was received.
 
@@ -199,28 +214,37 @@ def interrupted_load(setup: Setup, path: str) -> InterruptedLoad:
     """
     from lightning_elastic_zero.api import load_checkpoint
 
+    disk = FailingDisk()
     with engine_of(setup, 7, tilt=3.0) as engine:
-        reads = 0
-
-        def count() -> None:
-            nonlocal reads
-            reads += 1
-
-        def fail_at_last() -> None:
-            nonlocal reads
-            reads -= 1
-            if not reads and distributed.get_rank() == 0:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        with _at_each_read(count):
+        with _at_each_read(disk.count):
             load_checkpoint(engine, path)
         for group in inner_of(engine).param_groups[1:]:
             group["weight_decay"] = 0.0
         train(engine, setup, 100, 101)
-        before = dump(engine, setup)
-        with _at_each_read(fail_at_last):
-            error = error_text(lambda: load_checkpoint(engine, path))
-        after = dump(engine, setup)
+        return _interrupted(engine, setup, path, disk)
+
+
+def interrupted_first_load(setup: Setup, path: str) -> InterruptedLoad:
+    """Load into a new engine, which has no optimizer state yet; its disk fails as above."""
+    from lightning_elastic_zero.api import load_checkpoint
+
+    disk = FailingDisk()
+    with engine_of(setup, 7, tilt=3.0) as engine, _at_each_read(disk.count):
+        load_checkpoint(engine, path)
+    with engine_of(setup, 7, tilt=3.0) as engine:
+        states = {key: len(state) for key, state in inner_of(engine).state.items()}
+        found = _interrupted(engine, setup, path, disk)
+        assert states == {key: len(state) for key, state in inner_of(engine).state.items()}
+    return found
+
+
+def _interrupted(engine: Engine, setup: Setup, path: str, disk: FailingDisk) -> InterruptedLoad:
+    from lightning_elastic_zero.api import load_checkpoint
+
+    before = dump(engine, setup)
+    with _at_each_read(disk.fail_at_last):
+        error = error_text(lambda: load_checkpoint(engine, path))
+    after = dump(engine, setup)
     return InterruptedLoad(error, differences(before, after) if before and after else {})
 
 
@@ -467,5 +491,26 @@ def test_an_interrupted_load_leaves_the_run_unchanged(
     checkpoint = copied(saved_by(setup, steps=steps).path, tmp_path)
     for found in pools.run(setup.world, partial(interrupted_load, setup, str(checkpoint))):
         assert "RanksError" in found.error
+        assert "Input/output error" in found.error
+        assert not found.differing
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(2, "0"),
+        Setup(2, "2"),
+        Setup(2, "3"),
+        Setup(2, "1", "bf16", offload=True),
+        Setup(2, "3", "bf16"),
+    ],
+    ids=str,
+)
+def test_an_interrupted_load_leaves_a_new_engine_as_it_was(
+    setup: Setup, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
+) -> None:
+    """Masters are received in place, and rebuilt from the weights."""
+    checkpoint = copied(saved_by(setup, steps=3).path, tmp_path)
+    for found in pools.run(setup.world, partial(interrupted_first_load, setup, str(checkpoint))):
         assert "Input/output error" in found.error
         assert not found.differing
