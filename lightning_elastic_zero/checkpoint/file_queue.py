@@ -55,6 +55,8 @@ class FileQueue:
         """Number of reports of progress by the thread that deletes and links."""
         self._pending: PendingSave | None = None
         """The last save that has begun, until it is published: nothing is deleted before."""
+        self._has_omitted = False
+        """The successor of what is to be deleted now was not saved."""
         self._deletions: dict[Folder, object] = {}
         """Identity of each checkpoint to delete."""
         self._published: dict[Folder, object] = {}
@@ -77,9 +79,14 @@ class FileQueue:
         A deletion of the checkpoint that is replaced is cancelled.
         """
         with self._lock:
+            self._has_omitted = False
             self._deletions.pop(target, None)
             self._pending = PendingSave(target)
             return self._pending
+
+    def omit_save(self) -> None:
+        """Refuse deletions until the next save: ``ModelCheckpoint`` requests them all the same."""
+        self._has_omitted = True
 
     def end_save(self, save: PendingSave, *, published: bool) -> None:
         """Carry out what waited for a save; a second call does nothing.
@@ -151,6 +158,9 @@ class FileQueue:
 
     def delete(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint as soon as no save and no link needs it."""
+        if self._has_omitted:
+            log.info("%s is kept: the save that would have replaced it was omitted", path)
+            return
         doomed = folder_at(path)
         with self._lock:
             try:

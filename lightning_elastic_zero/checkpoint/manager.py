@@ -131,6 +131,10 @@ class CheckpointManager:
 
     # -- deletions and links -------------------------------------------------------------------
 
+    def omit_save(self) -> None:
+        """Delete nothing until the next save, because one is omitted."""
+        self._queue.omit_save()
+
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint once its successor is published and nothing needs it; on rank 0."""
         self._queue.delete(path)

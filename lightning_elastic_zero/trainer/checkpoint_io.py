@@ -360,9 +360,9 @@ class RunCheckpoints:
             lambda: LiveEngine(engine).verify_addresses(fresh=True),
         )
         handle = LiveEngine(engine, places_checked=True)
-        if fitting:
-            self._watch_steps(handle)
         self._manager.start(handle, trainer.global_rank, dirpaths)
+        if fitting:
+            self._watch_steps(handle)  # after the manager's hook, which may wait and be interrupted
         self._hooks.begin(trainer)
 
     def _watch_steps(self, live: LiveEngine) -> None:
@@ -458,10 +458,11 @@ class RunCheckpoints:
         reason = "" if self._resumer.has_begun else "the run ended before its first batch"
         # DeepSpeed counts a step when it is complete.
         if self._begun_step == LiveEngine(trainer.strategy.model).at_step():
-            reason = "an exception interrupted an optimizer step that had begun to change weights"
+            reason = "an optimizer step has begun to change weights, but is not complete"
         if reason and _ends_run(trainer, path):
             text = f"{os.fspath(path)} is not saved: {reason}."
             warnings.warn(text, stacklevel=2)  # on the rank that failed, not only on rank 0
+            self._manager.omit_save()
             # A rank that failed alone must not go on to Lightning's barrier.
             with self._manager.exit_ranks(path, interrupted=is_interrupted(trainer)) as ranks:
                 ranks.run_all(f"omit {path}", lambda: None)

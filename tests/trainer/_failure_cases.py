@@ -24,7 +24,7 @@ IN_EXCEPTION_ABSENT_S = 4 * Timeouts().heartbeat_interval_s
 """The shortest timeout that is permitted for ranks that have not entered a call."""
 
 
-FAILING_STEP = 2
+FAILING_STEP = 4
 
 
 class Odd:
@@ -82,13 +82,17 @@ def fail_in_training(root: str, hook: str, ranks: tuple[int, ...]) -> str:
                 fail()
 
     manager._IN_EXCEPTION_ABSENT_S = IN_EXCEPTION_ABSENT_S
-    options = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
-    plan = FitSpec(root, 2, checkpoint=options)
+    options: dict[str, Any] = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
+    if hook == "step":
+        options.update(every_n_train_steps=2, every_n_epochs=None, filename="{step}")
+    plan = FitSpec(root, 2, epochs=3, checkpoint=options)
     trainer, net, data, _ = plan.make()
     # A ModelCheckpoint saves nothing at step 0.
     added: list[Any] = [OnExceptionCheckpoint(root)]
     if hook == "step":
         net.configure_optimizers = lambda: Failing(net.parameters())  # type: ignore[method-assign]
+        # With a name of its own, each last checkpoint is deleted for the next one.
+        trainer.checkpoint_callback.CHECKPOINT_NAME_LAST = "{step}-last"  # type: ignore[union-attr]
     else:
         added.insert(0, LambdaCallback(**{hook: fail}))
     trainer.callbacks[:0] = added  # type: ignore[attr-defined]
