@@ -79,7 +79,7 @@ def main() -> None:
         int(sys.argv[3]),
         Path(sys.argv[4]),
     )
-    program = importlib.import_module(f"tests.core.{name}")
+    program = importlib.import_module(f"tests.formats.{name}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
     tried = [0]
 
