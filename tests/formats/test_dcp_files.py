@@ -160,8 +160,8 @@ def test_small_chunks_are_read_once_from_one_open_file(
     reader = open_checkpoint(write_dcp(tmp_path / "dcp", {"model": weights}))
     sizes, preadv, opened, real_open = list[int](), os.preadv, list[str](), os.open
 
-    def counted(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        sizes.append(preadv(descriptor, buffers, offset))
+    def counted(descriptor: int, buffers: Sequence[memoryview], *rest: int) -> int:
+        sizes.append(preadv(descriptor, buffers, *rest))
         return sizes[-1]
 
     def noted(path: Any, *args: Any, **kwargs: Any) -> int:
@@ -188,11 +188,11 @@ def test_an_error_of_the_disk_is_not_damage(
     reader = open_checkpoint(write_dcp(tmp_path / "dcp", {"model": weights}))
     calls, preadv = list[int](), os.preadv
 
-    def fail(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def fail(descriptor: int, buffers: Sequence[memoryview], offset: int, *flags: int) -> int:
         calls.append(offset)
         if len(calls) > at * 3:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return preadv(descriptor, buffers, offset)
+        return preadv(descriptor, buffers, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):

@@ -302,7 +302,11 @@ class TestDamage:
 
         errors, preadv = [OSError(errno.EIO, os.strerror(errno.EIO))], os.preadv
 
-        def fail_once(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        def fail_once(
+            descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0
+        ) -> int:
+            if flags == os.RWF_NOWAIT:
+                raise BlockingIOError
             if errors:
                 raise errors.pop()
             return preadv(descriptor, buffers, offset)

@@ -33,7 +33,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.storage import file_read as range_file
 from lightning_elastic_zero.storage.disk_checkpoints import repair_target
-from lightning_elastic_zero.storage.file_read import READ_BYTES, VerifiedFile
+from lightning_elastic_zero.storage.file_read import READ_BYTES, READERS, VerifiedFile
 from lightning_elastic_zero.storage.file_write import (
     CHUNK_BYTES,
     ChecksummedWriter,
@@ -211,75 +211,59 @@ class TestReadRuns:
         whole, last = (READ_BYTES, READ_BYTES), (2 * READ_BYTES, CHUNK_BYTES)
         assert pieces == [(8, READ_BYTES - 8), whole, last]
 
-    @pytest.mark.parametrize("slow", [True, False])
-    def test_blocks_of_a_slow_disk_are_announced_once(
-        self, slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("cache", ["complete", "empty", "unknown"])
+    def test_reads_that_wait_for_a_disk_are_under_way_together(
+        self, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(range_file, "READ_BYTES", CHUNK_BYTES)
-        monkeypatch.setattr(range_file, "SAMPLE_BYTES", 2 * CHUNK_BYTES)
-        runs = [(10, 20 * CHUNK_BYTES), (30 * CHUNK_BYTES, 40 * CHUNK_BYTES)]
-        data, calls, now = some_bytes(50 * CHUNK_BYTES), [], 0.0
-        preadv = os.preadv
+        data, real = some_bytes(2 * READ_BYTES), os.preadv
+        together = threading.Barrier(READERS)
+        waited = []
 
-        def timed_preadv(file: int, memory: list[memoryview], start: int) -> int:
-            nonlocal now
-            calls.append(("read", start))
-            found = preadv(file, memory, start)
-            # Announced blocks are fast, which does not end the announcements.
-            waits = slow and ("announce", start) not in calls
-            now += found / range_file.SLOW_BYTES_PER_S * (1.1 if waits else 0.9)
-            return found
-
-        def watched_fadvise(_: int, start: int, size: int, advice: int) -> None:
-            assert (size, advice) == (CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
-            calls.append(("announce", start))
+        def preadv(file: int, memory: list[memoryview], start: int, flags: int = 0) -> int:
+            if flags == os.RWF_NOWAIT and cache == "empty":
+                raise BlockingIOError
+            if flags == os.RWF_NOWAIT and cache == "unknown":
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            if not flags:
+                together.wait(PROMPT_TIMEOUT_S)
+                waited.append(start)
+            return real(file, memory, start)
 
         with VerifiedFile(tmp_path, write_file(tmp_path, data)) as file:
-            monkeypatch.setattr(os, "preadv", timed_preadv)
-            monkeypatch.setattr(os, "posix_fadvise", watched_fadvise)
-            monkeypatch.setattr(range_file, "perf_counter", lambda: now)
-            pieces = [bytes(view) for _, view in file.read_runs(runs)]
-        assert b"".join(pieces) == b"".join(data[a:b] for a, b in runs)
-        read = [start for what, start in calls if what == "read"]
-        announced = [start for what, start in calls if what == "announce"]
-        assert announced == (read[2:] if slow else [])
-        for at, start in enumerate(announced, start=1):
-            before = calls[: calls.index(("read", start))]
-            ahead = [s for what, s in before if what == "announce"]
-            assert len(ahead) == min(at + range_file.AHEAD_BLOCKS, len(announced))
+            monkeypatch.setattr(os, "preadv", preadv)
+            pieces = [bytes(view) for _, view in file.read_runs([(0, len(data))])]
+        assert b"".join(pieces) == data
+        every = list(range(0, len(data), READ_BYTES // READERS))
+        assert sorted(waited) == ([] if cache == "complete" else every)
 
-    @pytest.mark.parametrize("error", [OSError(errno.EINVAL, "no"), AttributeError()], ids=repr)
-    def test_systems_without_advice_are_supported(
-        self, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(range_file, "READ_BYTES", CHUNK_BYTES)
-        monkeypatch.setattr(range_file, "SAMPLE_BYTES", 0)
-        monkeypatch.setattr(range_file, "SLOW_BYTES_PER_S", float("inf"))
-        calls = []
-
-        def refuse(*arguments: object) -> None:
-            calls.append(arguments)
-            raise error
-
-        monkeypatch.setattr(os, "posix_fadvise", refuse)
-        data = some_bytes(5 * CHUNK_BYTES)
-        with VerifiedFile(tmp_path, write_file(tmp_path, data)) as file:
-            assert file.read(0, len(data)) == data
-        assert len(calls) == 4
-
-    def test_slow_reads_of_earlier_calls_are_remembered(
+    def test_a_refused_read_is_over_in_all_threads(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(range_file, "READ_BYTES", CHUNK_BYTES)
-        monkeypatch.setattr(range_file, "SAMPLE_BYTES", 4 * CHUNK_BYTES)
-        monkeypatch.setattr(range_file, "SLOW_BYTES_PER_S", float("inf"))
-        announced: list[int] = []
-        monkeypatch.setattr(os, "posix_fadvise", lambda _, start, *__: announced.append(start))
-        data = some_bytes(10 * CHUNK_BYTES)
-        with VerifiedFile(tmp_path, write_file(tmp_path, data)) as file:
-            for start in range(0, len(data), 2 * CHUNK_BYTES):
-                file.read(start, start + 2 * CHUNK_BYTES)
-        assert announced == [i * CHUNK_BYTES for i in range(4, 10)]
+        """The caller may then restore the memory into which they read."""
+        data, real = some_bytes(READ_BYTES), os.preadv
+        record = write_file(tmp_path, data)
+        with (tmp_path / record.name).open("r+b") as damaged:
+            damaged.write(b"damage")
+        others, under_way = threading.Event(), list[int]()
+
+        def preadv(file: int, memory: list[memoryview], start: int, flags: int = 0) -> int:
+            if flags == os.RWF_NOWAIT:
+                raise BlockingIOError
+            under_way.append(start)
+            if start:
+                others.wait(PROMPT_TIMEOUT_S)
+            else:  # The damaged bytes; long before the others.
+                threading.Timer(0.3, others.set).start()
+            found = real(file, memory, start)
+            under_way.remove(start)
+            return found
+
+        refused = pytest.raises(CheckpointCorruptedError, match="do not match")
+        with VerifiedFile(tmp_path, record, SAVE_ID) as file:
+            monkeypatch.setattr(os, "preadv", preadv)
+            with refused:
+                next(file.read_runs([(0, len(data))]))
+            assert not under_way
 
     def test_two_iterations_of_one_file_are_independent(self, tmp_path: Path) -> None:
         data = some_bytes(4 * CHUNK_BYTES)
