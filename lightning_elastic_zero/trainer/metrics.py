@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict
 
 import lightning.pytorch as pl
 import torch
@@ -38,6 +38,294 @@ _OPTIONS = (
 
 SavedResult = Mapping[str, Any]
 """A running result as plain data; see ``_plain``."""
+
+_NUMBERS = (bool, int, float)
+
+_OF_HOOKS = ("ds_", "applied_pre_backward_ref_cnt")
+"""Prefixes of attributes that DeepSpeed's ZeRO-3 hooks add to modules."""
+
+
+class MetricState(TypedDict):
+    """State of a metric, as plain data."""
+
+    updates: int
+    states: Mapping[str, Any]
+    """Those that the metric has declared: tensors and lists of tensors."""
+    others: Mapping[str, Any]
+    """Numbers and tensors in its other attributes."""
+
+
+States = Mapping[str, MetricState]
+"""By a metric's name in the module."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedMetrics:
+    """The metrics in a loaded checkpoint."""
+
+    results: Mapping[str, Any] | None
+    """This rank's result of ``EpochMetrics.state``; on another number of ranks that of rank 0."""
+    ending: bool
+    """The epoch had ended, but the hooks at its end had not all run."""
+    is_same_world: bool
+    """The saved run had the same number of ranks."""
+
+
+class EpochMetrics:
+    """Lightning's running results and the module's metrics."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._module = trainer.lightning_module
+        self._metrics: dict[str, Metric] = {}
+        self._first_others: dict[str, Mapping[str, Any]] = {}
+        """Of each metric, ``others`` when it was first seen."""
+        self._find_new_metrics()
+        self._begun_at = -1
+        """Batches before the epoch that has begun."""
+        self._before_validation: States | None = None
+        self._at_end: States = {}
+        """States at the epoch's end, before Lightning resets them."""
+        self._of_epoch: set[str] = set()
+        """Metrics that were empty at the epoch's start and unchanged by validations."""
+
+        def at_end() -> None:
+            self._at_end = self._now()
+
+        ResumableResults.of(trainer).on_end = at_end
+
+    def begin_batch(self, trainer: pl.Trainer) -> None:
+        """Begin an epoch at its first batch, once."""
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        if progress.current.processed or self._begun_at == progress.total.processed:
+            return
+        self._begun_at = progress.total.processed
+        self._find_new_metrics()
+        self._of_epoch = {n for n, state in self._now().items() if not state["updates"]}
+        self._at_end = {}
+        ResumableResults.of(trainer).begin_epoch()
+
+    def validating(self) -> None:
+        """Copy the metrics, because a run resumed inside a validation repeats it."""
+        self._before_validation = self._now()
+
+    def validated(self) -> None:
+        """Find the metrics that the validation has changed."""
+        if (before := self._before_validation) is not None:
+            for name, state in self._now().items():
+                if name not in before or state["updates"] != before[name]["updates"]:
+                    self._of_epoch.discard(name)
+        self._before_validation = None
+
+    def _reset_after_validation(self, trainer: pl.Trainer) -> set[str]:
+        """Return the metrics that Lightning will reset right after the hooks that save."""
+        results: Any = trainer.fit_loop.epoch_loop.val_loop._results.values()
+        logged = {id(result.value) for result in results if not result.is_tensor}
+        return {name for name, metric in self._metrics.items() if id(metric) in logged}
+
+    def state(
+        self, trainer: pl.Trainer, *, validated: bool, ending: bool, is_complete: bool
+    ) -> dict[str, Any]:
+        """Return this rank's metrics for a checkpoint, as plain data.
+
+        ``validated``: all batches of the running validation are done. ``ending``: the epoch has
+        ended, and the hooks at its end run. ``is_complete``: all batches of the epoch are done.
+        """
+        logged = ResumableResults.of(trainer).to_plain()
+        # An epoch's end may have reset those that were logged.
+        ended = self._at_end.keys() & _logged_metrics(logged)
+        metrics: States = {**self._now(), **{name: self._at_end[name] for name in ended}}
+        if self._before_validation is not None and not validated:
+            metrics = self._before_validation
+        elif self._before_validation is not None:
+            reset = self._reset_after_validation(trainer)
+            metrics = {name: state for name, state in metrics.items() if name not in reset}
+        elif ending:
+            # The module's own hook, which runs after those of callbacks, resets them.
+            over = self._of_epoch - _logged_metrics(logged)
+            metrics = {name: state for name, state in metrics.items() if name not in over}
+        plain, lacking = self._to_plain(metrics)
+        values, are_of_all = _known_values(trainer) if is_complete else ({}, True)
+        return {
+            "logged": logged,
+            "metrics": plain,
+            "lacking": lacking,
+            "of_epoch": sorted(self._of_epoch),
+            "values": values,
+            "values_of_all": are_of_all,
+            **displayed_metrics(trainer),
+        }
+
+    def resume_from(
+        self, saved: SavedMetrics, trainer: pl.Trainer, position: Position, *, starts_over: bool
+    ) -> None:
+        """Restore saved metrics at a position. ``starts_over``: the saved epoch is repeated."""
+        inside = position.steps > 0 or position.is_over
+        if saved.results is None:
+            if inside:
+                rank_zero_info(
+                    "The checkpoint contains no running results: this epoch's values logged with "
+                    "on_epoch=True cover only the batches after the resume"
+                )
+            return
+        results = saved.results
+        trainer.logged_metrics.update(results["log"])
+        trainer.progress_bar_metrics.update(results["bar"])
+        logged: dict[str, SavedResult] = results["logged"]
+        # Lightning resets them at the end and at the start of an epoch.
+        is_needed = inside or (saved.ending and saved.is_same_world)
+        over = set() if is_needed else _logged_metrics(logged)
+        if starts_over:
+            over |= set(results["of_epoch"])
+        metrics = {name: state for name, state in results["metrics"].items() if name not in over}
+        if not saved.is_same_world:
+            trainer.callback_metrics.update(results["values"])
+            is_new = inside or not results["values_of_all"]
+            _warn_of_new_metrics(logged if is_new else {}, metrics)
+            return
+        for names, why in (
+            (results["lacking"], "their states are not tensors and were not saved"),
+            (self._load_saved(metrics), "missing in the module, or with other states"),
+        ):
+            if names:
+                text = f"The metrics {', '.join(names)} cover only the batches after the resume"
+                rank_zero_warn(f"{text}: {why}.")
+        if inside:
+            kept = {k: s for k, s in logged.items() if s["metadata"]["fx"] != EPOCH_END}
+            ResumableResults.of(trainer).load_saved(kept, trainer)
+            # Otherwise the first logged value resets the restored ones.
+            continue_epoch(trainer)
+            self._of_epoch = set(results["of_epoch"])
+            _show(trainer, ResumableResults.of(trainer).metrics(on_step=True))
+        elif saved.ending:
+            ended = ResumableResults()
+            ended.load_saved(logged, trainer)
+            _show(trainer, ended.metrics(on_step=False))
+            ended.reset()
+
+    def _find_new_metrics(self) -> None:
+        for name, metric in self._module.named_modules():
+            if isinstance(metric, Metric) and name not in self._metrics:
+                self._metrics[name] = metric
+                self._first_others[name] = _others(metric)
+
+    def _now(self) -> dict[str, MetricState]:
+        return {
+            name: {
+                "updates": metric._update_count,
+                "states": {key: _copy(getattr(metric, key)) for key in metric._defaults},
+                "others": _others(metric),
+            }
+            for name, metric in self._metrics.items()
+        }
+
+    def _to_plain(self, states: States) -> tuple[dict[str, MetricState], list[str]]:
+        """Return the states to save, and the names of metrics that cannot be saved.
+
+        A metric may also count in plain attributes. Those that have changed since training began
+        are saved; the others are settings.
+        """
+        plain: dict[str, MetricState] = {}
+        lacking = []
+        for name, state in states.items():
+            others = {
+                key: value
+                for key, value in state["others"].items()
+                if not _equal(value, self._first_others[name].get(key))
+            }
+            if not all(map(_is_plain, state["states"].values())):
+                lacking.append(name)
+            elif state["updates"] or others:
+                plain[name] = {
+                    "updates": state["updates"],
+                    "states": state["states"],
+                    "others": others,
+                }
+        return plain, lacking
+
+    def _load_saved(self, metrics: States) -> list[str]:
+        """Restore metrics from saved states; return the names of misfits."""
+        self._find_new_metrics()
+        lost = []
+        for name, state in metrics.items():
+            metric = self._metrics.get(name)
+            if metric is None or not _fits(metric, state):
+                lost.append(name)
+            else:
+                _put(metric, state)
+        return lost
+
+
+def _warn_of_new_metrics(logged: Mapping[str, SavedResult], metrics: States) -> None:
+    """Warn of values that begin again, because each rank of the saved run had its own part."""
+    values = {result["metadata"]["name"] for result in logged.values()}
+    if names := sorted({*values, *metrics}):
+        rank_zero_warn(
+            "The saved run had another number of devices: logged values and metrics of this epoch "
+            "cover only the batches after the resume, or those of one device if the epoch is over "
+            f"({format_names(names, 10)}), and so do decisions of schedulers and callbacks that "
+            "monitor them."
+        )
+
+
+@cache
+def _of_all_metrics() -> frozenset[str]:
+    """Return the attributes that every metric has: settings and temporary values."""
+    plain = MeanMetric()
+    return frozenset(vars(plain)) - frozenset(plain._defaults)
+
+
+def _others(metric: Metric) -> dict[str, Any]:
+    return {
+        key: _copy(value)
+        for key, value in vars(metric).items()
+        if key not in _of_all_metrics()
+        and not key.startswith(_OF_HOOKS)
+        and key not in metric._defaults
+        and (type(value) in _NUMBERS or type(value) is torch.Tensor)
+    }
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    # Metrics append to lists and do not change their elements.
+    return list(value) if isinstance(value, list) else value
+
+
+def _is_plain(value: Any) -> bool:
+    return all(type(each) is torch.Tensor for each in (value if type(value) is list else [value]))
+
+
+def _equal(value: object, other: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.shape == other.shape and bool(torch.equal(value, other.to(value.device)))
+    return type(value) is type(other) and value == other
+
+
+def _fits(metric: Metric, state: MetricState) -> bool:
+    defaults, states = metric._defaults, state["states"]
+    return defaults.keys() == states.keys() and all(
+        default.shape == states[key].shape
+        for key, default in defaults.items()
+        if isinstance(default, torch.Tensor) and default.numel()
+        if isinstance(states[key], torch.Tensor)
+    )
+
+
+def _put(metric: Metric, state: MetricState) -> None:
+    device = torch.device("cpu") if metric.compute_on_cpu else metric.device
+    states = {
+        key: move_data_to_device(value, device if isinstance(value, list) else metric.device)
+        for key, value in state["states"].items()
+    }
+    others = move_data_to_device(state["others"], metric.device)
+    _restore(metric, {**states, **others}, state["updates"])
+
+
+def _restore(metric: Metric, attributes: Mapping[str, Any], updates: int) -> None:
+    for name, value in attributes.items():
+        setattr(metric, name, value)
+    metric._update_count, metric._computed = updates, None
 
 
 class ResumableResults(running._ResultCollection):
@@ -144,307 +432,8 @@ class ResumableResults(running._ResultCollection):
             self._given = {}
 
 
-def _reduction(result: running._ResultMetric) -> str:
-    return str(result.meta.reduce_fx.__name__) if result.is_tensor else "a metric"
-
-
-def _plain(result: running._ResultMetric) -> dict[str, Any]:
-    meta, latest = result.meta, result._forward_cache
-    return {
-        "metadata": {name: getattr(meta, name) for name in _OPTIONS},
-        "by": _reduction(result),
-        "is_metric": not result.is_tensor,
-        "is_synced": bool(meta.sync.should),
-        "is_grouped": meta.sync.group is not None,
-        "rank_zero_only": bool(meta.sync.rank_zero_only),
-        "value": result.value.detach() if result.is_tensor else None,
-        "weight": getattr(result, "cumulated_batch_size", None),
-        "latest": latest.detach() if isinstance(latest, torch.Tensor) else None,
-        "updates": result._update_count,
-    }
-
-
-def _fill(result: running._ResultMetric, saved: SavedResult, device: torch.device) -> None:
-    of_tensor = {"value": saved["value"], "cumulated_batch_size": saved["weight"]}
-    sums = {k: v.to(device) for k, v in of_tensor.items() if result.is_tensor and v is not None}
-    latest = saved["latest"]
-    latest = None if latest is None else latest.to(device)
-    _restore(result, {**sums, "_forward_cache": latest}, saved["updates"])
-    result.has_reset = False
-
-
-States = Mapping[str, Mapping[str, Any]]
-"""By a metric's name in the module: its ``updates``, ``states`` and ``others`` (attributes)."""
-
-_NUMBERS = (bool, int, float)
-
-_OF_HOOKS = ("ds_", "applied_pre_backward_ref_cnt")
-"""Prefixes of attributes that DeepSpeed's ZeRO-3 hooks add to modules."""
-
-
-@cache
-def _of_all_metrics() -> frozenset[str]:
-    """Return the attributes that every metric has: settings and temporary values."""
-    plain = MeanMetric()
-    return frozenset(vars(plain)) - frozenset(plain._defaults)
-
-
-def _others(metric: Metric) -> dict[str, Any]:
-    return {
-        key: _copy(value)
-        for key, value in vars(metric).items()
-        if key not in _of_all_metrics()
-        and not key.startswith(_OF_HOOKS)
-        and key not in metric._defaults
-        and (type(value) in _NUMBERS or type(value) is torch.Tensor)
-    }
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    # Metrics append to lists and do not change their elements.
-    return list(value) if isinstance(value, list) else value
-
-
-def _is_plain(value: Any) -> bool:
-    return all(type(each) is torch.Tensor for each in (value if type(value) is list else [value]))
-
-
-def _equal(value: object, other: object) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return value.shape == other.shape and bool(torch.equal(value, other.to(value.device)))
-    return type(value) is type(other) and value == other
-
-
-def _fits(metric: Metric, held: Mapping[str, Any]) -> bool:
-    defaults, states = metric._defaults, held["states"]
-    return defaults.keys() == states.keys() and all(
-        default.shape == states[key].shape
-        for key, default in defaults.items()
-        if isinstance(default, torch.Tensor) and default.numel()
-        if isinstance(states[key], torch.Tensor)
-    )
-
-
-def _put(metric: Metric, held: Mapping[str, Any]) -> None:
-    device = torch.device("cpu") if metric.compute_on_cpu else metric.device
-    states = {
-        key: move_data_to_device(value, device if isinstance(value, list) else metric.device)
-        for key, value in held["states"].items()
-    }
-    others = move_data_to_device(held["others"], metric.device)
-    _restore(metric, {**states, **others}, held["updates"])
-
-
-def _restore(metric: Metric, attributes: Mapping[str, Any], updates: int) -> None:
-    for name, value in attributes.items():
-        setattr(metric, name, value)
-    metric._update_count, metric._computed = updates, None
-
-
 def _logged_metrics(logged: Mapping[str, SavedResult]) -> set[str]:
     return {s["metadata"]["metric_attribute"] for s in logged.values() if s["is_metric"]}
-
-
-@dataclass(frozen=True, slots=True)
-class SavedMetrics:
-    """The metrics in a loaded checkpoint."""
-
-    results: Mapping[str, Any] | None
-    """This rank's result of ``EpochMetrics.state``; on another number of ranks that of rank 0."""
-    ending: bool
-    """The epoch had ended, but the hooks at its end had not all run."""
-    is_same_world: bool
-    """The saved run had the same number of ranks."""
-
-
-class EpochMetrics:
-    """Lightning's running results and the module's metrics."""
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._module = trainer.lightning_module
-        self._metrics: dict[str, Metric] = {}
-        self._first: dict[str, dict[str, Any]] = {}
-        self._find_new_metrics()
-        self._begun_at = -1
-        self._before_validation: dict[str, Any] | None = None
-        self._at_end: dict[str, Any] = {}
-        self._of_epoch: set[str] = set()
-        """Metrics that were empty at the epoch's start and unchanged by validations."""
-
-        def at_end() -> None:
-            self._at_end = self._now()
-
-        ResumableResults.of(trainer).on_end = at_end
-
-    def begin_batch(self, trainer: pl.Trainer) -> None:
-        """Begin an epoch at its first batch, once."""
-        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        if progress.current.processed or self._begun_at == progress.total.processed:
-            return
-        self._begun_at = progress.total.processed
-        self._find_new_metrics()
-        self._of_epoch = {n for n, h in self._now().items() if not h["updates"]}
-        self._at_end = {}
-        ResumableResults.of(trainer).begin_epoch()
-
-    def validating(self) -> None:
-        """Copy the metrics, because a run resumed inside a validation repeats it."""
-        self._before_validation = self._now()
-
-    def validated(self) -> None:
-        """Find the metrics that the validation has changed."""
-        if (before := self._before_validation) is not None:
-            for name, held in self._now().items():
-                if name not in before or held["updates"] != before[name]["updates"]:
-                    self._of_epoch.discard(name)
-        self._before_validation = None
-
-    def _reset_after_validation(self, trainer: pl.Trainer) -> set[str]:
-        """Return the metrics that Lightning will reset right after the hooks that save."""
-        results: Any = trainer.fit_loop.epoch_loop.val_loop._results.values()
-        logged = {id(result.value) for result in results if not result.is_tensor}
-        return {name for name, metric in self._metrics.items() if id(metric) in logged}
-
-    def state(
-        self, trainer: pl.Trainer, *, validated: bool, ending: bool, is_complete: bool
-    ) -> dict[str, Any]:
-        """Return this rank's metrics for a checkpoint, as plain data.
-
-        ``validated``: all batches of the running validation are done. ``ending``: the epoch has
-        ended, and the hooks at its end run. ``is_complete``: all batches of the epoch are done.
-        """
-        logged = ResumableResults.of(trainer).to_plain()
-        # An epoch's end may have reset those that were logged.
-        ended = self._at_end.keys() & _logged_metrics(logged)
-        metrics = {**self._now(), **{name: self._at_end[name] for name in ended}}
-        if self._before_validation is not None and not validated:
-            metrics = self._before_validation
-        elif self._before_validation is not None:
-            reset = self._reset_after_validation(trainer)
-            metrics = {name: held for name, held in metrics.items() if name not in reset}
-        elif ending:
-            # The module's own hook, which runs after those of callbacks, resets them.
-            over = self._of_epoch - _logged_metrics(logged)
-            metrics = {name: held for name, held in metrics.items() if name not in over}
-        plain, lacking = self._to_plain(metrics)
-        values, are_of_all = _known_values(trainer) if is_complete else ({}, True)
-        return {
-            "logged": logged,
-            "metrics": plain,
-            "lacking": lacking,
-            "of_epoch": sorted(self._of_epoch),
-            "values": values,
-            "values_of_all": are_of_all,
-            **displayed_metrics(trainer),
-        }
-
-    def resume_from(
-        self, saved: SavedMetrics, trainer: pl.Trainer, position: Position, *, starts_over: bool
-    ) -> None:
-        """Restore saved metrics at a position. ``starts_over``: the saved epoch is repeated."""
-        inside = position.steps > 0 or position.is_over
-        if saved.results is None:
-            if inside:
-                rank_zero_info(
-                    "The checkpoint contains no running results: this epoch's values logged with "
-                    "on_epoch=True cover only the batches after the resume"
-                )
-            return
-        results = saved.results
-        trainer.logged_metrics.update(results["log"])
-        trainer.progress_bar_metrics.update(results["bar"])
-        logged: dict[str, SavedResult] = results["logged"]
-        # Lightning resets them at the end and at the start of an epoch.
-        is_needed = inside or (saved.ending and saved.is_same_world)
-        over = set() if is_needed else _logged_metrics(logged)
-        if starts_over:
-            over |= set(results["of_epoch"])
-        metrics = {name: held for name, held in results["metrics"].items() if name not in over}
-        if not saved.is_same_world:
-            trainer.callback_metrics.update(results["values"])
-            is_new = inside or not results["values_of_all"]
-            _warn_of_new_metrics(logged if is_new else {}, metrics)
-            return
-        for names, why in (
-            (results["lacking"], "their states are not tensors and were not saved"),
-            (self._load_saved(metrics), "missing in the module, or with other states"),
-        ):
-            if names:
-                text = f"The metrics {', '.join(names)} cover only the batches after the resume"
-                rank_zero_warn(f"{text}: {why}.")
-        if inside:
-            kept = {k: s for k, s in logged.items() if s["metadata"]["fx"] != EPOCH_END}
-            ResumableResults.of(trainer).load_saved(kept, trainer)
-            # Otherwise the first logged value resets the restored ones.
-            continue_epoch(trainer)
-            self._of_epoch = set(results["of_epoch"])
-            _show(trainer, ResumableResults.of(trainer).metrics(on_step=True))
-        elif saved.ending:
-            ended = ResumableResults()
-            ended.load_saved(logged, trainer)
-            _show(trainer, ended.metrics(on_step=False))
-            ended.reset()
-
-    def _find_new_metrics(self) -> None:
-        for name, metric in self._module.named_modules():
-            if isinstance(metric, Metric) and name not in self._metrics:
-                self._metrics[name] = metric
-                self._first[name] = _others(metric)
-
-    def _now(self) -> dict[str, dict[str, Any]]:
-        return {
-            name: {
-                "updates": metric._update_count,
-                "states": {key: _copy(getattr(metric, key)) for key in metric._defaults},
-                "others": _others(metric),
-            }
-            for name, metric in self._metrics.items()
-        }
-
-    def _to_plain(self, states: States) -> tuple[dict[str, Any], list[str]]:
-        """Return the states to save, and the names of metrics that cannot be saved.
-
-        A metric may also count in plain attributes. Those that have changed since training began
-        are saved; the others are settings.
-        """
-        plain, lacking = {}, []
-        for name, held in states.items():
-            others = {
-                key: value
-                for key, value in held["others"].items()
-                if not _equal(value, self._first[name].get(key))
-            }
-            if not all(map(_is_plain, held["states"].values())):
-                lacking.append(name)
-            elif held["updates"] or others:
-                plain[name] = {**held, "others": others}
-        return plain, lacking
-
-    def _load_saved(self, metrics: States) -> list[str]:
-        """Restore metrics from saved states; return the names of misfits."""
-        self._find_new_metrics()
-        lost = []
-        for name, held in metrics.items():
-            metric = self._metrics.get(name)
-            if metric is None or not _fits(metric, held):
-                lost.append(name)
-            else:
-                _put(metric, held)
-        return lost
-
-
-def _warn_of_new_metrics(logged: Mapping[str, SavedResult], metrics: States) -> None:
-    """Warn of values that begin again, because each rank of the saved run had its own part."""
-    values = {result["metadata"]["name"] for result in logged.values()}
-    if names := sorted({*values, *metrics}):
-        rank_zero_warn(
-            "The saved run had another number of devices: logged values and metrics of this epoch "
-            "cover only the batches after the resume, or those of one device if the epoch is over "
-            f"({format_names(names, 10)}), and so do decisions of schedulers and callbacks that "
-            "monitor them."
-        )
 
 
 def _known_values(trainer: pl.Trainer) -> tuple[dict[str, torch.Tensor], bool]:
@@ -489,3 +478,32 @@ def _show(trainer: pl.Trainer, values: Any) -> None:
     trainer.callback_metrics.update(values["callback"])
     trainer.logged_metrics.update(values["log"])
     trainer.progress_bar_metrics.update(values["pbar"])
+
+
+def _reduction(result: running._ResultMetric) -> str:
+    return str(result.meta.reduce_fx.__name__) if result.is_tensor else "a metric"
+
+
+def _plain(result: running._ResultMetric) -> dict[str, Any]:
+    meta, latest = result.meta, result._forward_cache
+    return {
+        "metadata": {name: getattr(meta, name) for name in _OPTIONS},
+        "by": _reduction(result),
+        "is_metric": not result.is_tensor,
+        "is_synced": bool(meta.sync.should),
+        "is_grouped": meta.sync.group is not None,
+        "rank_zero_only": bool(meta.sync.rank_zero_only),
+        "value": result.value.detach() if result.is_tensor else None,
+        "weight": getattr(result, "cumulated_batch_size", None),
+        "latest": latest.detach() if isinstance(latest, torch.Tensor) else None,
+        "updates": result._update_count,
+    }
+
+
+def _fill(result: running._ResultMetric, saved: SavedResult, device: torch.device) -> None:
+    of_tensor = {"value": saved["value"], "cumulated_batch_size": saved["weight"]}
+    sums = {k: v.to(device) for k, v in of_tensor.items() if result.is_tensor and v is not None}
+    latest = saved["latest"]
+    latest = None if latest is None else latest.to(device)
+    _restore(result, {**sums, "_forward_cache": latest}, saved["updates"])
+    result.has_reset = False
