@@ -137,14 +137,14 @@ def declared_rank_state(client_state: Mapping[str, Any], trainer: pl.Trainer) ->
     of loaders, times measured by ``Timer``, and averages of buffers. Rank 0's are in the client
     state, which other numbers of ranks restore: here, its values are None.
     """
-    own = {key: client_state[key] for key in (STATE_KEY, "loops") if key in client_state}
+    declared = {key: client_state[key] for key in (STATE_KEY, "loops") if key in client_state}
     timers = {each.state_key for each in callbacks_of(trainer) if isinstance(each, Timer)}
     if of_timers := timers & client_state.get("callbacks", {}).keys():
-        own["callbacks"] = {key: client_state["callbacks"][key] for key in of_timers}
+        declared["callbacks"] = {key: client_state["callbacks"][key] for key in of_timers}
     weights = client_state.get(WEIGHTS, {})
     buffers = dict(trainer.lightning_module.named_buffers()).keys() & weights.keys()
-    own[WEIGHTS] = {name: weights[name] for name in buffers}
-    return {k: dict.fromkeys(v) for k, v in own.items()} if trainer.is_global_zero else own
+    declared[WEIGHTS] = {name: weights[name] for name in buffers}
+    return {k: dict.fromkeys(v) for k, v in declared.items()} if trainer.is_global_zero else declared
 
 
 def with_rank_state(
@@ -187,10 +187,10 @@ def _with_trained_weights(trainer: pl.Trainer) -> Iterator[bool]:
 
 def _extra_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the weights in a loaded state: averages, and weights added by hooks."""
-    found = state.get(WEIGHTS)
-    if not isinstance(found, Mapping):
+    weights = state.get(WEIGHTS)
+    if not isinstance(weights, Mapping):
         return {}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
 
 
 def _with_module_weights(
@@ -206,7 +206,7 @@ def _with_module_weights(
     extra = _extra_weights(state)
     if not strict:  # drop averages of removed parameters
         extra = {name: value for name, value in extra.items() if name in live}
-    found = {**state, WEIGHTS: {**live, **extra}}
+    completed = {**state, WEIGHTS: {**live, **extra}}
     if fitting and AVERAGING in state:
         averages = _averaging(module.trainer)
         if extra and not averages:
@@ -222,8 +222,8 @@ def _with_module_weights(
                 "because Lightning's own DeepSpeedStrategy does not save it. A new average starts "
                 "from the trained weights."
             )
-            found = {k: v for k, v in found.items() if k not in {CURRENT, AVERAGING}}
-    return {**found, CURRENT: live} if CURRENT in found else found
+            completed = {k: v for k, v in completed.items() if k not in {CURRENT, AVERAGING}}
+    return {**completed, CURRENT: live} if CURRENT in completed else completed
 
 
 class LastFit:
@@ -501,10 +501,10 @@ class RunCheckpoints:
         of = self._resumer.recorder
         with self._settings.reapplied(trainer):
             record = of.position(trainer, loops, self._world_size)
-            own = of.run_state(trainer, record, self._device, path)
+            run_state = of.run_state(trainer, record, self._device, path)
             if not is_fitting(trainer):
-                own = self.last_fit.with_metrics(own)
-            client_state[STATE_KEY] = own.to_plain()
+                run_state = self.last_fit.with_metrics(run_state)
+            client_state[STATE_KEY] = run_state.to_plain()
             states = of.loader_states(trainer)
             if of.has_uncounted_step(trainer):
                 rank_zero_warn(
@@ -561,8 +561,8 @@ class RunCheckpoints:
             self.last_fit.forget()
         self.last_load = loaded.stats
         self._manager.on_loaded(loaded.stats)
-        own = {} if trainer.is_global_zero else loaded.rank_state
-        state = with_rank_state(loaded.client_state, own)
+        rank_state = {} if trainer.is_global_zero else loaded.rank_state
+        state = with_rank_state(loaded.client_state, rank_state)
         rank_zero_info(_format_loaded(loaded, trainer.world_size, fitting=fitting))
         if not fitting:
             copy = partial(LiveEngine(engine).copy_full_weights, _extra_weights(state))
@@ -609,16 +609,16 @@ class RunCheckpoints:
             data = type(getattr(trainer, "datamodule", None)).__qualname__
             kept = {k: v for k, v in state.items() if k not in {"loops", "callbacks", data}}
             return {**kept, "epoch": 0, "global_step": 0, "lr_schedulers": []}
-        own = RunState.from_plain(state.pop(STATE_KEY, {}))
+        run_state = RunState.from_plain(state.pop(STATE_KEY, {}))
         if counted_loops(state) is not None:
             self._loaded_saves = LoadedSaves(
                 parse_path(path),
                 manifest.progress,
                 int(state.get("global_step", 0)),
-                own.saves,
-                own.hook,
+                run_state.saves,
+                run_state.hook,
             )
-        self._resumer.resume_from(state, own, manifest, trainer, path)
+        self._resumer.resume_from(state, run_state, manifest, trainer, path)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         origins, count = loaded.group_origins, len(manifest.groups)
         groups = [Group((), {}, ()) if o is None else manifest.groups[o] for o in origins]
@@ -654,10 +654,10 @@ class RunCheckpoints:
 def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:
     """Return one line: the checkpoint, its origin, the position in the run, and the cost."""
     manifest, state, stats = loaded.manifest, loaded.client_state, loaded.stats
-    saved, here = (
+    saved_devices, live_devices = (
         f"{count} device{'s' if count > 1 else ''}" for count in (manifest.world_size, world_size)
     )
-    found = loaded.source_summary or f"saved on {saved} with ZeRO-{manifest.stage}"
+    origin = loaded.source_summary or f"saved on {saved_devices} with ZeRO-{manifest.stage}"
     counted = state.get("global_step")
     step = counted if type(counted) is int else stats.step
     is_new_run = manifest.weights_only or VERSION_KEY not in state or counted_loops(state) is None
@@ -669,22 +669,22 @@ def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str
         at = record.position
         place = f" at step {record.global_step}, epoch {at.epoch + at.is_over}"
     cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
-    return f"Loaded {stats.path} ({found}) on {here}{place}: {cost}"
+    return f"Loaded {stats.path} ({origin}) on {live_devices}{place}: {cost}"
 
 
 def _format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
     """Return a message that training starts at step 0, and whether there are checkpoints."""
     folders = sorted({str(place) for place in dirpaths if place})
-    found = [path for folder in folders for path in _checkpoints_in(folder)]
-    if not found:
+    checkpoints = [path for folder in folders for path in _checkpoints_in(folder)]
+    if not checkpoints:
         return "No checkpoint was loaded: training starts from step 0.", False
-    reason = f", although {found[0].path.parent} contains checkpoints such as {found[-1].path.name}"
+    reason = f", although {checkpoints[0].path.parent} contains checkpoints such as {checkpoints[-1].path.name}"
     remedy = "To resume, pass the path of a checkpoint as ckpt_path"
-    if any(each.path.name.startswith("last") for each in found):
+    if any(each.path.name.startswith("last") for each in checkpoints):
         remedy += ', or "last".'
     else:
         remedy += '; "last" needs ModelCheckpoint(save_last="link") in the run that saves.'
-    if dangling := [each for each in found if each.is_link() and not each.exists()]:
+    if dangling := [each for each in checkpoints if each.is_link() and not each.exists()]:
         reason = f": {dangling[0]} links to a checkpoint that does not exist"
         remedy = "Pass the path of another checkpoint as ckpt_path to resume."
     return f"Training starts from step 0{reason}. {remedy}", True

@@ -73,40 +73,40 @@ def elastic_loader(
     """
     if not isinstance(loader, DataLoader):
         return loader
-    own = with_own_generator(loader, seed, rank, epoch)
-    sampler, batch_sampler = loader_sampler(own), own.batch_sampler
+    copied = with_own_generator(loader, seed, rank, epoch)
+    sampler, batch_sampler = loader_sampler(copied), copied.batch_sampler
     cls = type(batch_sampler)
     # torchdata has its own class for batches of consecutive samples.
     is_torchdatas = cls.__module__.startswith("torchdata.") and cls.__name__ == "BatchSampler"
     if not (batch_sampler is None or cls is BatchSampler or is_torchdatas):
-        return own
-    if isinstance(own.dataset, IterableDataset) or resumable_part_of(own) is not None:
-        return own
+        return copied
+    if isinstance(copied.dataset, IterableDataset) or resumable_part_of(copied) is not None:
+        return copied
     user_sampler: Sampler[Any] | None = None
     if type(sampler) is DistributedSamplerWrapper:
         dataset: Any = sampler.dataset
         user_sampler = dataset._sampler
         if not hasattr(user_sampler, "__len__"):
-            return own
+            return copied
     elif type(sampler) is ElasticSampler:
         user_sampler = sampler.sampler
     elif type(sampler) is not DistributedSampler:
-        return own
+        return copied
     if (sampler.rank, sampler.num_replicas) != (rank, batches.world_size):
-        return own
+        return copied
     if batch_sampler is None:
-        batches.check_fixed_batches(own)
+        batches.check_fixed_batches(copied)
     elastic = ElasticSampler(
-        own.dataset,
+        copied.dataset,
         batches.plan_for(getattr(batch_sampler, "batch_size", None)),
         rank,
         shuffle=sampler.shuffle,
         seed=sampler.seed,
-        drop_last=getattr(batch_sampler, "drop_last", own.drop_last) or sampler.drop_last,
+        drop_last=getattr(batch_sampler, "drop_last", copied.drop_last) or sampler.drop_last,
         sampler=user_sampler,
-        seed_workers=own.num_workers > 0,
+        seed_workers=copied.num_workers > 0,
     )
-    return _with_sampler(own, elastic)
+    return _with_sampler(copied, elastic)
 
 
 def _with_sampler(loader: DataLoader[Any], elastic: ElasticSampler) -> DataLoader[Any]:
@@ -134,9 +134,9 @@ L = TypeVar("L")
 
 
 def _copy_of(loader: L) -> L:
-    own = copy.copy(loader)
-    drop_iterator(own)  # persistent workers belong to the original
-    return own
+    copied = copy.copy(loader)
+    drop_iterator(copied)  # persistent workers belong to the original
+    return copied
 
 
 def with_own_generator(loader: L, *seeds: int) -> L:
@@ -147,9 +147,9 @@ def with_own_generator(loader: L, *seeds: int) -> L:
     """
     if not isinstance(loader, DataLoader) or loader.generator is not None:
         return loader
-    own = _copy_of(loader)
-    own.generator = torch.Generator().manual_seed(derive_seed(*seeds))
-    return own
+    copied = _copy_of(loader)
+    copied.generator = torch.Generator().manual_seed(derive_seed(*seeds))
+    return copied
 
 
 def generator_states(loader: object) -> dict[str, list[torch.Tensor]]:
@@ -157,8 +157,8 @@ def generator_states(loader: object) -> dict[str, list[torch.Tensor]]:
 
     ``"workers"``: of the workers' seeds; ``"order"``: of a sampler that is not replaced.
     """
-    found = _generators_of(loader).items()
-    return {kind: [each.get_state() for each in generators] for kind, generators in found}
+    by_kind = _generators_of(loader).items()
+    return {kind: [each.get_state() for each in generators] for kind, generators in by_kind}
 
 
 def set_generator_states(
@@ -176,8 +176,8 @@ def _generators_of(loader: object) -> dict[str, list[torch.Generator]]:
     batches = getattr(loader, "batch_sampler", None)
     sampler = batches if batches is not None else getattr(loader, "sampler", None)
     of_order = [] if elastic_sampler_of(loader) is not None else torch_generators_in(sampler)
-    own = getattr(loader, "generator", None)
-    of_workers = [own] if isinstance(own, torch.Generator) else []
+    generator = getattr(loader, "generator", None)
+    of_workers = [generator] if isinstance(generator, torch.Generator) else []
     return {"workers": [g for g in of_workers if g not in of_order], "order": of_order}
 
 
@@ -194,15 +194,15 @@ def samples_per_step(batches: BatchSettings | None, loaders: Sequence[object]) -
     declared = None
     if batches is not None and (batches.plan is not None or not any(sizes)):
         declared = batches.global_batch_size
-    found: list[int | None] = []
+    counts: list[int | None] = []
     for loader, size in zip(loaders, sizes, strict=True):
         if (elastic := elastic_sampler_of(loader)) is not None:
-            found.append(elastic.plan.global_batch_size)
+            counts.append(elastic.plan.global_batch_size)
         elif batches is None or size is None:
-            found.append(declared)
+            counts.append(declared)
         else:
-            found.append(size * batches.world_size * batches.accumulate)
-    return found
+            counts.append(size * batches.world_size * batches.accumulate)
+    return counts
 
 
 def describe_loader(loader: object) -> str:
@@ -319,14 +319,14 @@ class SampleOrderCheck:
             return
         self._is_done = True
         elastic = [elastic_sampler_of(loader) for loader in training_loaders(trainer)]
-        own = [s for s in elastic if s is not None and s.sampler is not None]
-        if not own:
+        users = [s for s in elastic if s is not None and s.sampler is not None]
+        if not users:
             return
         of_ranks = self._get_ranks().all_gather(
             "fit: compare the order of the samples",
-            lambda: [sampler.order_digest(sampler.epoch) for sampler in own],
+            lambda: [sampler.order_digest(sampler.epoch) for sampler in users],
         )
-        for sampler, *digests in zip(own, *of_ranks, strict=True):
+        for sampler, *digests in zip(users, *of_ranks, strict=True):
             name = type(sampler.sampler).__name__
             if not all(digests):
                 msg = f"{name} {NO_DIGEST}"

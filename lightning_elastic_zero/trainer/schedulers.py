@@ -67,10 +67,10 @@ def with_new_groups(
         place = completed_steps(saved)
         if None in origins and place is not None and _can_be_run(scheduler):
             _advance_new_groups(scheduler, place, origins)
-    own = [scheduler.state_dict() for scheduler in schedulers]
-    pairs = zip(states, own, strict=False)
-    found = [regrouped(saved, live, origins, saved_groups) for saved, live in pairs]
-    return [*found, *map(dict, states[len(found) :])]
+    live_states = [scheduler.state_dict() for scheduler in schedulers]
+    pairs = zip(states, live_states, strict=False)
+    regrouped_states = [regrouped(saved, live, origins, saved_groups) for saved, live in pairs]
+    return [*regrouped_states, *map(dict, states[len(regrouped_states) :])]
 
 
 def _advance_new_groups(scheduler: Any, place: int, origins: Sequence[int | None]) -> None:
@@ -104,20 +104,20 @@ def _resumed_state(
     saved: Mapping[str, Any],
     saved_groups: Sequence[Group],
 ) -> dict[str, Any]:
-    place, own = completed_steps(saved), scheduler.state_dict()
-    if place is not None and _can_be_run(scheduler) and completed_steps(own) == 0:
+    place, live_state = completed_steps(saved), scheduler.state_dict()
+    if place is not None and _can_be_run(scheduler) and completed_steps(live_state) == 0:
         _fast_forward(scheduler, place, otherwise=_AS_SAVED)
         taken: dict[str, Any] = scheduler.state_dict()
         return taken
-    if saved.keys() == own.keys() == _DEEPSPEEDS:
+    if saved.keys() == live_state.keys() == _DEEPSPEEDS:
         if saved["last_batch_iteration"] >= 0:
             scheduler.step(saved["last_batch_iteration"])
         return dict(saved)
-    here, there = (len(state.get("_schedulers", ())) for state in (own, saved))
-    if here != there:
+    live_count, saved_count = (len(state.get("_schedulers", ())) for state in (live_state, saved))
+    if live_count != saved_count:
         msg = (
-            f"the saved learning-rate scheduler contains {there or 'no'} other schedulers, and "
-            f"{type(scheduler).__name__} of this run contains {here or 'no'}. Configure the saved "
+            f"the saved learning-rate scheduler contains {saved_count or 'no'} other schedulers, and "
+            f"{type(scheduler).__name__} of this run contains {live_count or 'no'}. Configure the saved "
             "scheduler, or use only torch's own schedulers, which can be stepped to the saved "
             "place."
         )
@@ -126,7 +126,7 @@ def _resumed_state(
     optimizer = getattr(scheduler, "optimizer", None)
     if optimizer is not None:
         _scale_rates(optimizer.param_groups, saved_groups)
-        if "_last_lr" in own:
+        if "_last_lr" in live_state:
             kept["_last_lr"] = [_copied(group["lr"]) for group in optimizer.param_groups]
     return kept
 
