@@ -73,17 +73,19 @@ from lightning_elastic_zero.engine.muon import (
     partitioned_momentum,
 )
 from lightning_elastic_zero.engine.optimizer import (
-    check_configured_state,
-    check_same_optimizer,
-    check_unnamed_hyperparameters,
-    check_unnamed_state,
     describe_groups,
     is_stepped_on_device,
     shared_state,
     split_state,
     stepping_optimizer,
-    weight_decay_change,
     with_group_steps,
+)
+from lightning_elastic_zero.engine.optimizer_checks import (
+    check_configured_state,
+    check_same_optimizer,
+    check_unnamed_hyperparameters,
+    check_unnamed_state,
+    weight_decay_change,
 )
 from lightning_elastic_zero.engine.restore import (
     FlatTarget,

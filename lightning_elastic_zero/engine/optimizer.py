@@ -2,7 +2,7 @@
 
 State keys are discovered, never listed: another optimizer of the same class takes one step
 (``probe_after_a_step``). Files of other software do not name the optimizer's class, so it is
-compared by the names of its states and hyperparameters (``check_unnamed_state``).
+compared by the names of its states and hyperparameters (``optimizer_checks``).
 
 With partial offload (``offload_optimizer.ratio`` below 1), torch's AdamW steps ZeRO-3's first
 sub-groups on the device, and DeepSpeedCPUAdam steps the others. Only the type of the step count
@@ -12,19 +12,16 @@ differs. Stock checkpoints lack the state of the second optimizer.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lightning_elastic_zero.core.manifest import Group, Manifest, Plain, StateKey
+from lightning_elastic_zero.core.manifest import Group, Plain, StateKey
 from lightning_elastic_zero.core.names import MEMBER_KEYS
 from lightning_elastic_zero.core.tensors import Scalar, numpy_to_python, plain, state_key, unplain
-from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.engine.buffers import group_parameters, inner_optimizer
-from lightning_elastic_zero.engine.muon import MOMENTUM_KEY
-from lightning_elastic_zero.errors import CheckpointMismatchError, UnsupportedError
+from lightning_elastic_zero.errors import UnsupportedError
 
 ADAM_FAMILY = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"})
 """They have the same state: a run may change between them, as with CPU offload. Other packages use
@@ -65,12 +62,15 @@ COUNTER_KEYS = frozenset(
 ``pytorch_optimizer``. A constructor that takes one, as Lookahead's ``k``, does not count in it."""
 
 
+BACKUP_KEY = "backup_optimizer"
+"""Key of a group's saved hyperparameters that differ in the second optimizer."""
+
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 """Subclasses, such as quantized states, contain more than their elements."""
 
 
 def split_state(
-    optimizer: Any, like: torch.Tensor, held: Mapping[str, Any]
+    optimizer: Any, like: torch.Tensor, states: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
     """Split the states of one flat buffer into 1-D element-wise tensors and scalars.
 
@@ -79,8 +79,8 @@ def split_state(
     """
     elementwise: dict[str, torch.Tensor] = {}
     scalars: dict[str, Scalar] = {}
-    for key, found in held.items():
-        value = numpy_to_python(found)
+    for key, raw in states.items():
+        value = numpy_to_python(raw)
         if key == "step" and isinstance(value, torch.Tensor) and value.shape == (1,):
             # DeepSpeed's elastic loader for ZeRO-1/2 adds this dimension to torch's step count
             # (stage_1_and_2.py, line 3603 of 0.19.8). It remains in training and later saves.
@@ -115,8 +115,10 @@ def _is_elementwise(optimizer: Any, like: torch.Tensor, key: str, value: object)
         return False
     if value.ndim:
         return True
-    kept = [(p, held) for p, held in optimizer.state.items() if isinstance(p, torch.Tensor)]
-    others = [held[key] for p, held in kept if p.ndim and key in held]
+    by_tensor = [
+        (p, states) for p, states in optimizer.state.items() if isinstance(p, torch.Tensor)
+    ]
+    others = [states[key] for p, states in by_tensor if p.ndim and key in states]
     if not others:
         msg = (
             f"{type(optimizer).__name__}: cannot determine whether {key!r} is element-wise: all "
@@ -135,13 +137,13 @@ def shared_state(
     ``stepped``: the tensors that it steps, whose states are saved separately. Raises
     UnsupportedError for the state of another tensor.
     """
-    found, known = dict[Any, Any](), set(stepped)
+    shared, known = dict[Any, Any](), set(stepped)
     # Optimizers that create state in their constructor (Adagrad) still have unused states of the
     # parameters that DeepSpeed replaced, with the same names as those of the new parameters.
     usual = {name for key in known for name in optimizer.state.get(key, ())}
     for key, value in optimizer.state.items():
         if not isinstance(key, torch.Tensor):
-            found[key] = numpy_to_python(value)
+            shared[key] = numpy_to_python(value)
         elif key not in known and usual and not usual.issuperset(value):
             name = names.get(key, f"a tensor of shape {tuple(key.shape)}")
             kept = f"{type(optimizer).__name__} keeps {sorted(map(str, value))}"
@@ -150,7 +152,7 @@ def shared_state(
                 "when the engine was built, so this state cannot be restored. Delete it"
             )
             raise UnsupportedError(msg)
-    return found
+    return shared
 
 
 def with_group_steps(
@@ -186,13 +188,6 @@ def state_keys(
     return tuple(sorted(keys, key=lambda key: key.name))
 
 
-FRESH = (
-    "pass load_optimizer_state=False and load_hyperparameters=False to start the configured "
-    "optimizer fresh on the saved weights"
-)
-"""The remedy if another optimizer was saved."""
-
-
 def package_of(optimizer: object) -> str:
     """Return the package of an optimizer's class or of its nearest known base class.
 
@@ -209,28 +204,6 @@ def converts_adam_states(inner: object) -> bool:
     A class of another package with such a name may count in a number or keep bf16 states.
     """
     return type(inner).__name__ in ADAM_FAMILY and package_of(inner) in {"deepspeed", "torch"}
-
-
-def check_same_optimizer(saved: str, inner: Any, states: Collection[str]) -> None:
-    """Refuse to restore one optimizer's state or hyperparameters into another.
-
-    Raises CheckpointMismatchError if the classes differ and are not both of Adam's family, or if
-    only the class names are equal.
-    """
-    live, package = type(inner).__name__, package_of(inner)
-    if hasattr(torch.optim, live) and states and ("state1" in states) != (package == BITSANDBYTES):
-        msg = (
-            f"the optimizer states {sorted(states)} were saved by {saved} of another package than "
-            f"this run's {package}.{live}: configure the saved optimizer, or {FRESH}"
-        )
-        raise CheckpointMismatchError(msg)
-    if saved == live or {saved, live} <= ADAM_FAMILY:
-        return
-    msg = (
-        f"the optimizer's state and hyperparameters were saved by {saved}, this run has {live}: "
-        f"configure {saved}, or {FRESH}"
-    )
-    raise CheckpointMismatchError(msg)
 
 
 def adam_of_muon(inner: Any, group: Mapping[str, Any]) -> Any:
@@ -284,169 +257,6 @@ def probe_after_a_step(inner: Any, index: int, saved: Mapping[str, Plain]) -> di
     return dict(twin.state[parameter])
 
 
-log = logging.getLogger(__name__)
-
-NEWER_KEYS = frozenset({"maximize", "decoupled_weight_decay"})
-"""Hyperparameters that newer releases of torch added to existing optimizers."""
-
-ADAM_KEYS = (
-    frozenset({"lr", "weight_decay", "betas", "eps", "amsgrad"}),
-    frozenset({"lr", "weight_decay", "betas", "eps", "bias_correction"}),
-)
-"""Hyperparameters of every optimizer of Adam's family, torch's and DeepSpeed's."""
-
-
-def check_unnamed_state(saved: Sequence[Group], inner: Any, *, stepped: bool) -> None:
-    """Refuse another optimizer's state if the checkpoint does not name the optimizer's class.
-
-    ``stepped``: whether the saved run may have taken a step. Raises CheckpointMismatchError if the
-    names of the states differ, or a group lacks its state.
-    """
-    name = type(inner).__name__
-    others = any(group.state for group in saved)
-    for index, held in enumerate(saved[: len(inner.param_groups)]):
-        states = {key.name for key in held.state}
-        if not held.names or not (states or stepped or others):
-            continue
-        kept = _kept_states(inner, index, held.hyperparameters)
-        if states and kept is not None and kept != states:
-            _refuse(index, f"kept the states {sorted(states)}", f"{name} keeps {sorted(kept)}")
-        if not states and (kept or (kept is None and others)):
-            msg = (
-                f"no optimizer state for parameter group {index} ({format_names(held.names, 3)}), "
-                f"but {name} keeps some. A stock checkpoint of partial offload "
-                "(offload_optimizer's ratio) lacks the state on the GPU, and a group that was "
-                "never trained has none. Pass load_optimizer_state=False to start a fresh "
-                "optimizer on the saved weights"
-            )
-            raise CheckpointMismatchError(msg)
-
-
-def check_configured_state(saved: Sequence[Group], inner: Any, *, hyperparameters: bool) -> str:
-    """Refuse saved state that the optimizer, as it will be configured, cannot step with.
-
-    Optimizers create states only at a parameter's first step: with ``amsgrad=True``, the next step
-    fails on states that were saved without it. Returns a warning that lists the restored states
-    that the optimizer will not use, or "". Raises CheckpointMismatchError if states are missing.
-    """
-    unused = []
-    for index, held in enumerate(saved[: len(inner.param_groups)]):
-        states = {key.name for key in held.state}
-        kept = _kept_states(inner, index, held.hyperparameters if hyperparameters else {})
-        if not states or kept is None:
-            continue
-        # The configuration is not the reason if the saved settings require the state too.
-        here, saved_keys = inner.param_groups[index], _own_keys(held.hyperparameters)
-        known = not hyperparameters and _own_keys(here) <= saved_keys
-        expected = _kept_states(inner, index, held.hyperparameters) if known else None
-        if lacking := kept - states - (expected or set()):
-            msg = (
-                f"parameter group {index}: saved optimizer states {sorted(states)}; "
-                f"{type(inner).__name__} as configured here also needs {sorted(lacking)}"
-                f"{_changed_numbers(held, here)}. Configure the saved "
-                "optimizer, or pass load_optimizer_state=False to start with a fresh one"
-            )
-            raise CheckpointMismatchError(msg)
-        if beyond := states - kept - {"step"}:
-            unused.append(f"parameter group {index}: {', '.join(sorted(beyond))}")
-    if not unused:
-        return ""
-    return (
-        f"{type(inner).__name__} as configured here does not use these restored states, which "
-        f"keep their saved values: {'; '.join(unused)}"
-    )
-
-
-def _changed_numbers(held: Group, here: Mapping[str, Any]) -> str:
-    changes = [
-        f"{key} was {value!r} and is {here[key]!r}"
-        for key, value in held.hyperparameters.items()
-        if key in here and isinstance(value, (bool, int, float)) and value != here[key]
-    ]
-    return f" ({', '.join(changes)})" if changes else ""
-
-
-def check_unnamed_hyperparameters(
-    saved: Sequence[Group], live: Sequence[Group], inner: Any
-) -> None:
-    """Refuse another optimizer's hyperparameters; see ``check_unnamed_state``."""
-    name = type(inner).__name__
-    for index, (held, here) in enumerate(zip(saved, live, strict=False)):
-        theirs, ours = _own_keys(held.hyperparameters), _own_keys(here.hyperparameters)
-        if held.hyperparameters and not _alike(held, theirs, ours, name):
-            _refuse(index, f"had {sorted(theirs)}", f"{name} has {sorted(ours)}")
-
-
-def _alike(held: Group, theirs: set[str], ours: set[str], name: str) -> bool:
-    if name not in ADAM_FAMILY:
-        return theirs ^ ours <= NEWER_KEYS
-    # Any other number belongs to an algorithm that extends Adam. Older releases of DeepSpeed's
-    # FusedAdam counted steps here.
-    strange = theirs - ours - NEWER_KEYS - frozenset({"step"}).union(*ADAM_KEYS)
-    numbers = [key for key in strange if isinstance(held.hyperparameters[key], (int, float))]
-    return any(keys <= theirs for keys in ADAM_KEYS) and not numbers
-
-
-def _own_keys(hyperparameters: Iterable[str]) -> set[str]:
-    """Return the hyperparameters that affect the result of a step."""
-    return set(hyperparameters) - EXECUTION_KEYS - SCHEDULER_KEYS - MEMBER_KEYS
-
-
-def _refuse(index: int, saved: str, live: str) -> None:
-    msg = (
-        f"the saved optimizer {saved} in parameter group {index}, this run's {live}: configure the "
-        f"saved optimizer, or {FRESH}"
-    )
-    raise CheckpointMismatchError(msg)
-
-
-def _kept_states(inner: Any, index: int, saved: Mapping[str, Plain]) -> set[str] | None:
-    """Return the names of the states that an optimizer keeps; None if unknown."""
-    if inner.param_groups[index].get("use_muon"):
-        return {MOMENTUM_KEY}  # DeepSpeed adds it before the optimizer's own step.
-    try:
-        return set(probe_after_a_step(inner, index, saved))
-    except Exception as error:  # noqa: BLE001 (any optimizer, anybody's)
-        log.debug("cannot determine the states of %s: %r", type(inner).__name__, error)
-        return None
-
-
-DECOUPLED_KEY = "decoupled_weight_decay"
-"""Where newer releases of torch store the kind. DeepSpeed's optimizers have an attribute."""
-BY_CLASS = {"AdamW": True, "Adam": False}
-NAMED = {True: "decoupled (AdamW's)", False: "in the gradient (Adam's)"}
-
-
-def weight_decay_change(source: Manifest, inner: Any) -> str:
-    """Return a warning if the kind of weight decay changes, else ""."""
-    name = type(inner).__name__
-    if name not in ADAM_FAMILY:
-        return ""
-    for index, (held, group) in enumerate(zip(source.groups, inner.param_groups, strict=False)):
-        known = held.hyperparameters
-        was = known.get(DECOUPLED_KEY, BY_CLASS.get(source.writer.optimizer))
-        now = group.get(DECOUPLED_KEY, getattr(inner, "adam_w_mode", BY_CLASS.get(name)))
-        if not known.get("weight_decay") or None in (was, now) or bool(was) == bool(now):
-            continue
-        saved, here = NAMED[bool(was)], NAMED[bool(now)]
-        if DECOUPLED_KEY in known and DECOUPLED_KEY in group:
-            return (
-                f"Weight decay of parameter group {index} stays {saved}, as in the checkpoint; "
-                f"{name} is configured with {here} weight decay. Pass load_hyperparameters=False "
-                "to use the configured one."
-            )
-        return (
-            f"Weight decay of parameter group {index} was {saved} in the checkpoint and is {here} "
-            f"with {name}, so steps will differ. Configure the saved optimizer to continue as "
-            "before."
-        )
-    return ""
-
-
-BACKUP_KEY = "backup_optimizer"
-"""Key of a group's saved hyperparameters that differ in the second optimizer."""
-
-
 def is_stepped_on_device(optimizer: Any, sub_group: int | None) -> bool:
     """Whether the second optimizer steps a sub-group."""
     if sub_group is None or not hasattr(optimizer, "backup_optimizer"):
@@ -473,19 +283,19 @@ def backup_hyperparameters(optimizer: Any, group: int) -> dict[str, Any]:
     """Return a group's hyperparameters that differ in the second optimizer."""
     main, other = _groups(optimizer, group)
     shared = sorted(main.keys() & other.keys() - EXECUTION_KEYS - MEMBER_KEYS)
-    found = {key: other[key] for key in shared if other[key] != main[key]}
-    return {BACKUP_KEY: found} if found else {}
+    differing = {key: other[key] for key in shared if other[key] != main[key]}
+    return {BACKUP_KEY: differing} if differing else {}
 
 
 def restore_backup_hyperparameters(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
     """Copy the first optimizer's hyperparameters to the second, then its saved differences."""
-    for group, held in enumerate(saved):
+    for group, hyperparameters in enumerate(saved):
         main, other = _groups(optimizer, group)
         if other is main:  # No second optimizer here, or it shares the dict.
             continue
         shared = main.keys() & other.keys() - EXECUTION_KEYS - MEMBER_KEYS
         other.update({key: main[key] for key in shared})
-        other.update({k: v for k, v in held.get(BACKUP_KEY, {}).items() if k in shared})
+        other.update({k: v for k, v in hyperparameters.get(BACKUP_KEY, {}).items() if k in shared})
 
 
 def _groups(optimizer: Any, group: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -510,8 +320,8 @@ def describe_groups(
     Raises UnsupportedError if states within a group differ, or a hyperparameter is not plain data.
     """
     tables: dict[int, tuple[StateKey, ...]] = {}
-    for index, held in states:
-        keys = state_keys(*held)
+    for index, of_buffer in states:
+        keys = state_keys(*of_buffer)
         if keys != (others := tables.setdefault(index, keys)):
             have, first = ([key.name for key in table] for table in (keys, others))
             if have == first:

@@ -144,7 +144,9 @@ def declared_rank_state(client_state: Mapping[str, Any], trainer: pl.Trainer) ->
     weights = client_state.get(WEIGHTS, {})
     buffers = dict(trainer.lightning_module.named_buffers()).keys() & weights.keys()
     declared[WEIGHTS] = {name: weights[name] for name in buffers}
-    return {k: dict.fromkeys(v) for k, v in declared.items()} if trainer.is_global_zero else declared
+    return (
+        {k: dict.fromkeys(v) for k, v in declared.items()} if trainer.is_global_zero else declared
+    )
 
 
 def with_rank_state(
@@ -678,7 +680,8 @@ def _format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:
     checkpoints = [path for folder in folders for path in _checkpoints_in(folder)]
     if not checkpoints:
         return "No checkpoint was loaded: training starts from step 0.", False
-    reason = f", although {checkpoints[0].path.parent} contains checkpoints such as {checkpoints[-1].path.name}"
+    example = checkpoints[-1].path
+    reason = f", although {checkpoints[0].path.parent} contains checkpoints such as {example.name}"
     remedy = "To resume, pass the path of a checkpoint as ckpt_path"
     if any(each.path.name.startswith("last") for each in checkpoints):
         remedy += ', or "last".'

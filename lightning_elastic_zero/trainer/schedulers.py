@@ -116,10 +116,10 @@ def _resumed_state(
     live_count, saved_count = (len(state.get("_schedulers", ())) for state in (live_state, saved))
     if live_count != saved_count:
         msg = (
-            f"the saved learning-rate scheduler contains {saved_count or 'no'} other schedulers, and "
-            f"{type(scheduler).__name__} of this run contains {live_count or 'no'}. Configure the saved "
-            "scheduler, or use only torch's own schedulers, which can be stepped to the saved "
-            "place."
+            f"the saved learning-rate scheduler contains {saved_count or 'no'} other schedulers, "
+            f"and {type(scheduler).__name__} of this run contains {live_count or 'no'}. Configure "
+            "the saved scheduler, or use only torch's own schedulers, which can be stepped to the "
+            "saved place."
         )
         raise CheckpointMismatchError(msg)
     kept = _without_configured(saved)

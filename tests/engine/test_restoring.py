@@ -31,13 +31,15 @@ from lightning_elastic_zero.engine.addresses import flat_buffer_row, own_slices,
 from lightning_elastic_zero.engine.buffers import LiveFlatBuffer, live_flat_buffers
 from lightning_elastic_zero.engine.deepspeed import PLAIN
 from lightning_elastic_zero.engine.optimizer import (
-    check_configured_state,
-    check_unnamed_hyperparameters,
-    check_unnamed_state,
     describe_groups,
     package_of,
     place_scalar,
     split_state,
+)
+from lightning_elastic_zero.engine.optimizer_checks import (
+    check_configured_state,
+    check_unnamed_hyperparameters,
+    check_unnamed_state,
     weight_decay_change,
 )
 from lightning_elastic_zero.engine.restore import (
