@@ -39,9 +39,10 @@ from lightning_elastic_zero.checkpoint.types import (
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.compatibility import LISTED
+from lightning_elastic_zero.core.group_matching import match_groups, origins_of
 from lightning_elastic_zero.core.layout import Fragment, TransferPlan
 from lightning_elastic_zero.core.manifest import Manifest, TrainingProgress
-from lightning_elastic_zero.core.names import mapping_to, match_groups, origins_of
+from lightning_elastic_zero.core.names import mapping_to
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RestoreTargets, RestoreValues
 from lightning_elastic_zero.engine.live import LiveEngine
@@ -120,7 +121,7 @@ def _has_same_shapes(live: LiveEngine, options: LoadOptions, saved: Manifest) ->
     described = live.describe()
     renaming = mapping_to(described.names(), options.renamed)
     shapes = {p.name: p.shape for p in described.parameters}
-    pairs = [(renaming.here(p.name), p.shape) for p in saved.parameters]
+    pairs = [(renaming.live_name(p.name), p.shape) for p in saved.parameters]
     shared = [shapes[name] == shape for name, shape in pairs if name in shapes]
     return bool(shared) and all(shared)
 
@@ -279,7 +280,7 @@ def _under_names_of(
 ) -> CheckpointReader:
     """Return a checkpoint under the model's names."""
     renaming = mapping_to(here.names(), options.renamed)
-    if not options.renamed and all(renaming.here(n) == n for n in source.manifest.names()):
+    if not options.renamed and all(renaming.live_name(n) == n for n in source.manifest.names()):
         return source
     return RenamedReader(source, renaming, where)
 

@@ -24,9 +24,9 @@ from lightning_elastic_zero.core.compatibility import (
     list_names,
     rounded_buffers,
 )
+from lightning_elastic_zero.core.group_matching import with_live_groups
 from lightning_elastic_zero.core.layout import spans
 from lightning_elastic_zero.core.manifest import MODULE_WEIGHTS, SCALARS, Manifest
-from lightning_elastic_zero.core.names import with_live_groups
 from lightning_elastic_zero.core.tensors import (
     RestoreTargets,
     can_overflow,

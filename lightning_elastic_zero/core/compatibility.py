@@ -10,15 +10,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_elastic_zero.core.manifest import Manifest, Parameter
-from lightning_elastic_zero.core.names import (
+from lightning_elastic_zero.core.group_matching import (
     OWN_GROUP,
     group_conflicts,
-    guess_key_mapping,
     match_groups,
     other_algorithm,
     shared_step_counters,
 )
+from lightning_elastic_zero.core.manifest import Manifest, Parameter
+from lightning_elastic_zero.core.names import guess_key_mapping
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import CheckpointMismatchError
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.core.group_matching import MEMBER_KEYS
 from lightning_elastic_zero.core.manifest import Group, Plain, StateKey
-from lightning_elastic_zero.core.names import MEMBER_KEYS
 from lightning_elastic_zero.core.tensors import Scalar, numpy_to_python, plain, state_key, unplain
 from lightning_elastic_zero.engine.buffers import group_parameters, inner_optimizer
 from lightning_elastic_zero.errors import UnsupportedError

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.core.group_matching import MEMBER_KEYS
 from lightning_elastic_zero.core.manifest import Group, Manifest, Plain
-from lightning_elastic_zero.core.names import MEMBER_KEYS
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.engine.muon import MOMENTUM_KEY
 from lightning_elastic_zero.engine.optimizer import (

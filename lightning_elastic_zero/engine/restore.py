@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.core.group_matching import MEMBER_KEYS, OWN_GROUP, regrouped
 from lightning_elastic_zero.core.layout import Fragment, spans
 from lightning_elastic_zero.core.manifest import Group, Manifest, StateKey
-from lightning_elastic_zero.core.names import MEMBER_KEYS, OWN_GROUP, regrouped
 from lightning_elastic_zero.core.tensors import (
     RestoreValues,
     Scalar,

@@ -53,7 +53,7 @@ class RenamedReader(CheckpointReader):
         self.manifest = _with_names(self._source.manifest, self._name)
 
     def _name(self, saved: str) -> str:
-        return self._live.get(saved) or self._renaming.here(saved)
+        return self._live.get(saved) or self._renaming.live_name(saved)
 
     def _saved_name(self, here: str) -> str:
         if here in self._saved:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler as torch_schedulers
 
+from lightning_elastic_zero.core.group_matching import regrouped
 from lightning_elastic_zero.core.manifest import Group
-from lightning_elastic_zero.core.names import regrouped
 from lightning_elastic_zero.core.tensors import cast_like
 from lightning_elastic_zero.errors import CheckpointMismatchError
 

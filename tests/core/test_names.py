@@ -10,16 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_elastic_zero.core.group_matching import (
+    group_conflicts,
+    largest_uncorrected_update,
+    regrouped,
+    with_live_groups,
+)
 from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter
 from lightning_elastic_zero.core.names import (
     MOST_SUGGESTED,
     KeyMapping,
-    group_conflicts,
     guess_key_mapping,
-    largest_uncorrected_update,
     mapping_to,
-    regrouped,
-    with_live_groups,
 )
 from lightning_elastic_zero.core.options import check_rename
 from lightning_elastic_zero.engine.optimizer import split_state, state_keys
@@ -54,7 +56,7 @@ from lightning_elastic_zero.errors import CheckpointMismatchError
 def test_prefixes_and_patterns_rename_whole_names(
     of: dict[str, str], saved: str, here: str
 ) -> None:
-    assert KeyMapping(of).here(saved) == here
+    assert KeyMapping(of).live_name(saved) == here
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_prefixes_and_patterns_rename_whole_names(
 def test_prefixes_of_wrappers_are_ignored(
     of: dict[str, str], live: str, saved: str, here: str
 ) -> None:
-    assert mapping_to([live, "other"], of).here(saved) == here
+    assert mapping_to([live, "other"], of).live_name(saved) == here
     assert mapping_to([live, "other"], of).table([saved], "a.ckpt") == {saved: here}
 
 
