@@ -35,6 +35,22 @@ STALL_TIMEOUT_S = 50.0
 ABSENT_TIMEOUT_S = 600.0
 """Default of ``absent_timeout_s``."""
 
+MOST_BYTES = 8 * 1024 * 1024
+"""A TCPStore drops the connection of a client that sends a longer value."""
+
+_COMPRESSED_FROM_BYTES = 16 * 1024
+
+_MOST_CHARACTERS = 4000
+
+ROLL = "roll"
+"""Key of the ranks that have sent a heartbeat: one read shows all of them."""
+
+Clock: TypeAlias = Callable[[], float]
+"""A monotonic clock, in seconds."""
+
+StateOf: TypeAlias = Callable[[ProcessKey], ProcessState]
+"""Return the state of a process according to the operating system."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
@@ -95,16 +111,6 @@ class Timeouts:
                 "heartbeat_timeout_s"
             )
             raise ValueError(msg)
-
-
-MOST_BYTES = 8 * 1024 * 1024
-"""A TCPStore drops the connection of a client that sends a longer value."""
-
-_COMPRESSED_FROM_BYTES = 16 * 1024
-_MOST_CHARACTERS = 4000
-
-ROLL = "roll"
-"""Key of the ranks that have sent a heartbeat: one read shows all of them."""
 
 
 def roll_entry(rank: int) -> str:
@@ -224,13 +230,6 @@ class Heartbeat:
             return "last seen before its first step"
         where = {"working": "working in", "waiting": "waiting in"}.get(self.activity, "after")
         return f"last seen {where} step {self.name!r}"
-
-
-Clock: TypeAlias = Callable[[], float]
-"""A monotonic clock, in seconds."""
-
-StateOf: TypeAlias = Callable[[ProcessKey], ProcessState]
-"""Return the state of a process according to the operating system."""
 
 
 def unresponsive_reason(

@@ -33,6 +33,9 @@ from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import ElasticZeroError
 
+MOST_CHARACTERS = 150
+"""Length to which ranks other than rank 0 shorten the message of a common error."""
+
 
 def any_rank(*, flag: bool, device: torch.device) -> bool:
     """Whether any rank's flag is set; collective over the default process group.
@@ -107,10 +110,6 @@ def format_common_error(error: BaseException) -> str:
         return f"[rank{error.rank}]: {name}: {first[:MOST_CHARACTERS]}{rest} (see rank 0)\n"
     trace = "".join(traceback.format_tb(error.__traceback__))
     return f"{name}: {error}\nTraceback of rank 0 (most recent call last):\n{trace}"
-
-
-MOST_CHARACTERS = 150
-"""Length to which ranks other than rank 0 shorten the message of a common error."""
 
 
 def _gloo_workers() -> dict[str, tuple[str, ...]]:

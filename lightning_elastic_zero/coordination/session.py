@@ -50,6 +50,24 @@ from lightning_elastic_zero.errors import ElasticZeroError, common_error, error_
 
 log = logging.getLogger(__name__)
 
+CHECK_INTERVAL_S = 1.0
+"""Interval at which a working rank checks whether the step has failed meanwhile."""
+
+_FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
+"""First and longest pause between two polls of a waiting rank."""
+
+_MOST_POLLS_PER_S = 5000
+"""Polls of the store by all waiting ranks together."""
+
+_MOST_FIRST_POLLS_PER_S = 40_000
+"""The same for first polls. If no rank is late, the answer comes within a fraction of a
+millisecond, and the pauses are most of the cost of a step of few ranks. From 40 ranks on, the first
+pause is ``_FIRST_PAUSE_S``."""
+
+_LATE_SHARE = 0.1
+"""How late a rank may read an answer, as a share of its waiting time: half of it on average, and as
+much again if rank 0 waited too. It applies while the store can bear it."""
+
 
 def _warn_late(name: str, late: Sequence[int], world_size: int, times: Timeouts) -> None:
     log.warning(
@@ -237,25 +255,6 @@ class Leader:
         self._decided.append(self._seq)
         self._seq += 1
         self._kind, self._name = "", ""
-
-
-CHECK_INTERVAL_S = 1.0
-"""Interval at which a working rank checks whether the step has failed meanwhile."""
-
-_FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
-"""First and longest pause between two polls of a waiting rank."""
-
-_MOST_POLLS_PER_S = 5000
-"""Polls of the store by all waiting ranks together."""
-
-_MOST_FIRST_POLLS_PER_S = 40_000
-"""The same for first polls. If no rank is late, the answer comes within a fraction of a
-millisecond, and the pauses are most of the cost of a step of few ranks. From 40 ranks on, the first
-pause is ``_FIRST_PAUSE_S``."""
-
-_LATE_SHARE = 0.1
-"""How late a rank may read an answer, as a share of its waiting time: half of it on average, and as
-much again if rank 0 waited too. It applies while the store can bear it."""
 
 
 def poll_pauses_s(world_size: int) -> Iterator[float]:

@@ -34,6 +34,42 @@ DIGEST_FIELD = "digest"
 _BLANK = "0" * hashlib.sha256().digest_size * 2
 """Replaces the digest while it is computed."""
 
+FORMAT = "lightning_elastic_zero"
+
+FORMAT_VERSION = 1
+
+MANIFEST_NAME = "manifest.json"
+
+_DIGEST = re.compile("[0-9a-f]{32}")
+
+STAGES = (0, 1, 2, 3)
+
+STAGE_WEIGHTS = 3
+"""The ZeRO stage that partitions the weights too."""
+
+BUFFERS = "buffers"
+"""In ``Manifest.rank_state``: shards have module buffers that differ from rank 0's."""
+
+OWN_STATE = "state"
+"""In ``Manifest.rank_state``: shards have a rank's own state of the trainer or of modules."""
+
+MODULE_WEIGHTS = "module_weights"
+"""In ``Manifest.rank_state``: shards have weights that are not the rounded masters."""
+
+SCALARS = "scalars"
+"""In ``Manifest.rank_state``: scalar optimizer states differ between ranks or between flat buffers
+(``StateKey.may_differ``)."""
+
+EXTRA_STATE = "_extra_state"
+"""Last part of the name of ``get_extra_state``'s value in torch's ``state_dict``."""
+
+Plain: TypeAlias = (
+    "bool | int | float | str | list[Plain] | tuple[Plain, ...] | dict[str, Plain] | None"
+)
+"""Types of hyperparameters: JSON's values and tuples, such as ``betas``."""
+
+_TAGS = ({"tuple"}, {"dict"})
+
 
 def load_json(text: str | bytes) -> Any:
     """Parse JSON; raise ValueError also if it is nested too deeply."""
@@ -112,31 +148,6 @@ def has_valid_digest(text: str, content: Mapping[str, Any]) -> bool:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-
-
-FORMAT = "lightning_elastic_zero"
-FORMAT_VERSION = 1
-MANIFEST_NAME = "manifest.json"
-_DIGEST = re.compile("[0-9a-f]{32}")
-STAGES = (0, 1, 2, 3)
-STAGE_WEIGHTS = 3
-"""The ZeRO stage that partitions the weights too."""
-BUFFERS = "buffers"
-"""In ``Manifest.rank_state``: shards have module buffers that differ from rank 0's."""
-OWN_STATE = "state"
-"""In ``Manifest.rank_state``: shards have a rank's own state of the trainer or of modules."""
-MODULE_WEIGHTS = "module_weights"
-"""In ``Manifest.rank_state``: shards have weights that are not the rounded masters."""
-SCALARS = "scalars"
-"""In ``Manifest.rank_state``: scalar optimizer states differ between ranks or between flat buffers
-(``StateKey.may_differ``)."""
-EXTRA_STATE = "_extra_state"
-"""Last part of the name of ``get_extra_state``'s value in torch's ``state_dict``."""
-
-Plain: TypeAlias = (
-    "bool | int | float | str | list[Plain] | tuple[Plain, ...] | dict[str, Plain] | None"
-)
-"""Types of hyperparameters: JSON's values and tuples, such as ``betas``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,9 +448,6 @@ def _tag_tuples(value: Plain) -> Plain:
         tagged = {k: _tag_tuples(v) for k, v in value.items()}
         return {"dict": tagged} if value.keys() in _TAGS else tagged
     return value
-
-
-_TAGS = ({"tuple"}, {"dict"})
 
 
 def _untag_tuples(value: Any) -> Any:

@@ -15,6 +15,16 @@ QUIET_S = 2.0
 EVERY_S = 0.2
 """Interval between updates of a bar."""
 
+ShowBytes: TypeAlias = Callable[[str, int, int], None]
+"""Called with the action (``"reading"``), the bytes since the last call, and the total bytes
+(0 if unknown)."""
+
+ShowDone: TypeAlias = Callable[[int], None]
+"""Shows the number of bytes done."""
+
+Bar: TypeAlias = Callable[[str, int], AbstractContextManager[ShowDone]]
+"""Opens a bar with a description and the total bytes (0: unknown); its exit removes the bar."""
+
 
 class Progress:
     """Reports the progress of long work, from any thread, and can cancel it.
@@ -60,17 +70,6 @@ class ByteCount(Progress):
 
     def total(self) -> int:
         return sum(self._counts)
-
-
-ShowBytes: TypeAlias = Callable[[str, int, int], None]
-"""Called with the action (``"reading"``), the bytes since the last call, and the total bytes
-(0 if unknown)."""
-
-ShowDone: TypeAlias = Callable[[int], None]
-"""Shows the number of bytes done."""
-
-Bar: TypeAlias = Callable[[str, int], AbstractContextManager[ShowDone]]
-"""Opens a bar with a description and the total bytes (0: unknown); its exit removes the bar."""
 
 
 def show_nothing(_doing: str, _count: int, _total: int, /) -> None:

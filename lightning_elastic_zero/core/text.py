@@ -8,6 +8,9 @@ from typing import TypeAlias
 
 _MOST_LINES = 16
 
+TreePath: TypeAlias = "tuple[str | int, ...]"
+"""Keys and indices of a value in a tree of dictionaries and lists."""
+
 
 def format_by_rank(texts: dict[int, str], world_size: int) -> str:
     """List ranks with their texts; ranks with the same text are grouped."""
@@ -38,10 +41,6 @@ def format_ranks(ranks: Iterable[int]) -> str:
         run = [rank for _, rank in pairs]
         runs += [f"{run[0]}-{run[-1]}"] if run[0] + 1 < run[-1] else map(str, run)
     return ("ranks " if len(runs) > 1 or "-" in runs[0] else "rank ") + ", ".join(runs)
-
-
-TreePath: TypeAlias = "tuple[str | int, ...]"
-"""Keys and indices of a value in a tree of dictionaries and lists."""
 
 
 def format_tree_path(path: TreePath) -> str:

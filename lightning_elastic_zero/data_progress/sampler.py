@@ -30,6 +30,11 @@ from lightning_elastic_zero.errors import UnsupportedError
 
 log = logging.getLogger(__name__)
 
+_DEPTH = 4
+"""Depth of the search for generators in nested samplers and containers."""
+
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
 
 def collect_rng_states(device: torch.device | None = None) -> dict[str, Any]:
     """Return the states of the host's and the device's generators, as plain data."""
@@ -88,10 +93,6 @@ def derive_seed(*numbers: int) -> int:
     """Hash numbers to a seed of 63 bits, so that similar numbers give unrelated seeds."""
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-_DEPTH = 4
-"""Depth of the search for generators in nested samplers and containers."""
 
 
 def epoch_order(sampler: Sampler[Any], seed: int, epoch: int, length: int) -> list[Any]:
@@ -168,9 +169,6 @@ def torch_generators_in(sampler: object) -> list[torch.Generator]:
     """Return torch's generators in a sampler or batch sampler."""
     found = (generator for _, generator in _generators_in(sampler, "", _DEPTH))
     return [generator for generator in found if isinstance(generator, torch.Generator)]
-
-
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def _generators_in(holder: object, path: str, depth: int) -> Iterator[tuple[str, Any]]:

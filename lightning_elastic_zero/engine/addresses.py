@@ -35,6 +35,9 @@ from lightning_elastic_zero.errors import (
 
 log = logging.getLogger(__name__)
 
+COMPARE_ELEMENTS = 1 << 20
+"""Elements compared at once: bounds the memory of comparing masters with weights."""
+
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
     """Return all names of each parameter; a tied weight has several."""
@@ -226,10 +229,6 @@ def module_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         name: parameter.detach() if not hasattr(parameter, "ds_id") else torch.empty(0)
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
-
-
-COMPARE_ELEMENTS = 1 << 20
-"""Elements compared at once: bounds the memory of comparing masters with weights."""
 
 
 def flat_buffer_row(

@@ -40,6 +40,22 @@ from lightning_elastic_zero.engine.deepspeed import (
 )
 from lightning_elastic_zero.errors import UnsupportedError
 
+REPLICATED = (PLAIN, "FP16_Optimizer", "FP16_UnfusedOptimizer")
+"""Stage 0: every rank has all masters and states."""
+
+GATHER_ELEMENTS = 1 << 21
+"""Elements gathered at once from all ranks together: bounds the memory of a refresh."""
+
+_CONTIGUOUS = {
+    "DeepSpeedZeroOptimizer": (
+        "round_robin_bit16_groups",
+        "single_partition_of_fp32_groups",
+        "parallel_partitioned_bit16_groups",
+    ),
+    "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition", "bf16_partitioned_groups"),
+}
+"""Attributes of ZeRO-1/2: each group's parameters, masters, and all ranks' weight partitions."""
+
 
 @dataclass(frozen=True, slots=True)
 class SwappedSubGroup:
@@ -145,13 +161,6 @@ def without_copies(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in state.items() if key not in copies}
 
 
-REPLICATED = (PLAIN, "FP16_Optimizer", "FP16_UnfusedOptimizer")
-"""Stage 0: every rank has all masters and states."""
-
-GATHER_ELEMENTS = 1 << 21
-"""Elements gathered at once from all ranks together: bounds the memory of a refresh."""
-
-
 @dataclass(frozen=True, slots=True)
 class LiveFlatBuffer:
     """One flat buffer of a live engine on this rank.
@@ -205,17 +214,6 @@ class LiveFlatBuffer:
         """Copy the masters back if ``master`` is not a view of the stepped tensor."""
         if self.stepped is not None and self.stepped.data_ptr() != self.master.data_ptr():
             self.stepped.data.copy_(self.master.view(self.stepped.shape))
-
-
-_CONTIGUOUS = {
-    "DeepSpeedZeroOptimizer": (
-        "round_robin_bit16_groups",
-        "single_partition_of_fp32_groups",
-        "parallel_partitioned_bit16_groups",
-    ),
-    "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition", "bf16_partitioned_groups"),
-}
-"""Attributes of ZeRO-1/2: each group's parameters, masters, and all ranks' weight partitions."""
 
 
 def live_flat_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:

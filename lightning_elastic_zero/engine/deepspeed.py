@@ -28,6 +28,100 @@ ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
 OFFLOADED_COPY_SUFFIX = "_offload_buffer"
 """Suffix of the keys of host copies in ZeRO-3's optimizer states."""
 
+NAMES: Mapping[str, dict[str, str]] = {
+    "DeepSpeedEngine": {
+        "": "_is_gradient_accumulation_boundary bfloat16_enabled curriculum_learning_enabled "
+        "fp16_enabled global_rank global_samples global_steps gradient_accumulation_steps "
+        "has_moe_layers lr_scheduler micro_steps module "
+        "mp_world_size optimized_linear_base_weight_sharding optimizer random_ltd_enabled "
+        "seq_dp_world_size set_gradient_accumulation_boundary skipped_steps train_batch_size "
+        "zero_load_from_fp32_weights zero_optimization_stage zero_partial_offload "
+        "zero_quantized_nontrainable_weights",
+        "0.17.5": "zenflow",
+        "0.18.4": "torch_autocast_z0_gradscaler",
+        "0.19.8": "_unmanaged_backward_count managed_gradient_accumulation",
+    },
+    "DeepSpeedZeroOptimizer": {
+        "": "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _release_ipg_buffers "
+        "averaged_gradients bit16_groups bit16_groups_flat cpu_offload dtype "
+        "gradient_accumulation_dtype loss_scale loss_scaler micro_step_id optimizer "
+        "parallel_partitioned_bit16_groups params_in_partition partition_size "
+        "real_dp_process_group round_robin_bit16_groups single_partition_of_fp32_groups "
+        "use_grad_accum_attribute zero_grad",
+        "0.18.4": "all_grad_tensors offloaded_states torch_autocast_gradscaler",
+        "0.19.8": "_muon_pending_momentum round_robin_bit16_padding",
+    },
+    "the module of DeepSpeedZeroOptimizer": {"": "INITIAL_MICRO_STEP_ID"},
+    "BF16_Optimizer": {
+        "": "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state bf16_groups "
+        "bf16_partitioned_groups fp32_groups_flat_partition optimizer real_dp_process_group "
+        "using_real_optimizer",
+        "0.16.9": "zero_grad",
+        "0.18.9": "torch_autocast_gradscaler",
+    },
+    "BF16_Optimizer without zero_grad": {"": "clear_hp_grads"},
+    "FP16_Optimizer": {
+        "": "fp16_groups fp16_groups_flat fp32_groups_flat loss_scale optimizer zero_grad",
+        "0.18.9": "loss_scale_config",
+    },
+    "FP16_UnfusedOptimizer": {
+        "": "fp16_groups fp32_groups loss_scale optimizer zero_grad",
+        "0.18.9": "loss_scale_config",
+    },
+    "an optimizer without loss_scale_config": {"": "cur_scale"},
+    "DeepSpeedZeroOptimizer_Stage3": {
+        "": "_reassign_or_swap_out_partitioned_parameters averaged_gradients "
+        "checkpoint_event_prologue communication_data_type fp16_groups "
+        "fp16_partitioned_groups_flat fp32_partitioned_groups_flat grad_partitions_flat_buffer "
+        "loss_scale loss_scaler micro_step_id offload_optimizer offload_param offloaded_states "
+        "optimizer "
+        "params_in_nvme_and_cpu persistent_parameters sub_group_to_group_id zero_grad",
+        "0.18.4": "torch_autocast_gradscaler",
+        "0.18.9": "save_muon_momentum_buffer_in_memory use_muon",
+        "0.19.8": "_offload_boundary_param_ids",
+    },
+    # With offload_param there is no such buffer, and DeepSpeed refuses offload_states().
+    "an optimizer without offload_param": {"": "lp_param_buffer"},
+    # With offload_optimizer.ratio below 1.
+    "an optimizer with partial offload": {"": "backup_optimizer subgroup_to_device"},
+    "an optimizer with save_muon_momentum_buffer_in_memory": {
+        "": "muon_momentum_buffer_partitioned_groups_flat"
+    },
+    "an optimizer with swap_optimizer": {
+        "": "_optimizer_states_and_gradient_swap_in _optimizer_states_and_gradient_swap_out "
+        "_swappable_optimizer_subgroup fp16_partitioned_groups_flat_numel optimizer_swapper"
+    },
+    "an optimizer with cpu_offload": {
+        "": "accumulated_grads_in_cpu reset_cpu_buffers",
+        "0.19.8": "_offload_accumulated_param_ids",
+    },
+    "an optimizer with offload_optimizer": {"": "reset_cpu_buffers"},
+    # In a ZeRO-3 run without an optimizer.
+    "DeepSpeedZeRoOffload": {"": "partition_all_parameters"},
+    # None if another rank has the parameter, and while states are on the host.
+    "a parameter of ZeRO-1/2": {"": "_hp_mapping"},
+    # None until the optimizer has states.
+    "a parameter's link to its master": {"": "optim_fragment"},
+    "a parameter of ZeRO-3": {
+        "": "ds_id ds_numel ds_process_group ds_secondary_tensor ds_shape ds_tensor partition_numel"
+    },
+    # With offload to NVMe. purge_state exists since 0.16.4: older releases are refused.
+    "the optimizer swapper": {"": "dtype purge_state swap_folder swap_params_info"},
+    "a sub-group in files": {"": "swapped_gradients tensors"},
+    "a file of a sub-group": {"": "compute_tensor swap_path"},
+    # On CPU ranks, to start if DeepSpeed's shared-memory collectives do not compile.
+    "deepspeed.ops": {"": "__compatible_ops__"},
+    "the accelerator": {"": "create_op_builder"},
+    "an operator's builder": {"": "NAME load"},
+}
+"""Names of each object, separated by spaces, by the first release of those verified that always
+sets them in its constructors (``""``: all supported ones). Older releases work without them; newer
+ones are refused if they lack them."""
+
+UNCHECKED = ("_apply_muon_updates_cpu_offload", "losses", "swap_optimizer")
+"""Other names. ``support`` refuses Muon with offload in ZeRO-1/2 by the first; the second is a sum
+that older releases log; ZeRO-1/2 lacks the third."""
+
 
 def compatible_operators(ops: Any) -> dict[str, bool]:
     """Return DeepSpeed's table of the operators that it may build."""
@@ -165,101 +259,6 @@ def swapped_in(optimizer: Any, sub_group: int) -> Iterator[None]:
     yield
     write_weights(optimizer, sub_group)
     optimizer._optimizer_states_and_gradient_swap_out(sub_group)
-
-
-NAMES: Mapping[str, dict[str, str]] = {
-    "DeepSpeedEngine": {
-        "": "_is_gradient_accumulation_boundary bfloat16_enabled curriculum_learning_enabled "
-        "fp16_enabled global_rank global_samples global_steps gradient_accumulation_steps "
-        "has_moe_layers lr_scheduler micro_steps module "
-        "mp_world_size optimized_linear_base_weight_sharding optimizer random_ltd_enabled "
-        "seq_dp_world_size set_gradient_accumulation_boundary skipped_steps train_batch_size "
-        "zero_load_from_fp32_weights zero_optimization_stage zero_partial_offload "
-        "zero_quantized_nontrainable_weights",
-        "0.17.5": "zenflow",
-        "0.18.4": "torch_autocast_z0_gradscaler",
-        "0.19.8": "_unmanaged_backward_count managed_gradient_accumulation",
-    },
-    "DeepSpeedZeroOptimizer": {
-        "": "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _release_ipg_buffers "
-        "averaged_gradients bit16_groups bit16_groups_flat cpu_offload dtype "
-        "gradient_accumulation_dtype loss_scale loss_scaler micro_step_id optimizer "
-        "parallel_partitioned_bit16_groups params_in_partition partition_size "
-        "real_dp_process_group round_robin_bit16_groups single_partition_of_fp32_groups "
-        "use_grad_accum_attribute zero_grad",
-        "0.18.4": "all_grad_tensors offloaded_states torch_autocast_gradscaler",
-        "0.19.8": "_muon_pending_momentum round_robin_bit16_padding",
-    },
-    "the module of DeepSpeedZeroOptimizer": {"": "INITIAL_MICRO_STEP_ID"},
-    "BF16_Optimizer": {
-        "": "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state bf16_groups "
-        "bf16_partitioned_groups fp32_groups_flat_partition optimizer real_dp_process_group "
-        "using_real_optimizer",
-        "0.16.9": "zero_grad",
-        "0.18.9": "torch_autocast_gradscaler",
-    },
-    "BF16_Optimizer without zero_grad": {"": "clear_hp_grads"},
-    "FP16_Optimizer": {
-        "": "fp16_groups fp16_groups_flat fp32_groups_flat loss_scale optimizer zero_grad",
-        "0.18.9": "loss_scale_config",
-    },
-    "FP16_UnfusedOptimizer": {
-        "": "fp16_groups fp32_groups loss_scale optimizer zero_grad",
-        "0.18.9": "loss_scale_config",
-    },
-    "an optimizer without loss_scale_config": {"": "cur_scale"},
-    "DeepSpeedZeroOptimizer_Stage3": {
-        "": "_reassign_or_swap_out_partitioned_parameters averaged_gradients "
-        "checkpoint_event_prologue communication_data_type fp16_groups "
-        "fp16_partitioned_groups_flat fp32_partitioned_groups_flat grad_partitions_flat_buffer "
-        "loss_scale loss_scaler micro_step_id offload_optimizer offload_param offloaded_states "
-        "optimizer "
-        "params_in_nvme_and_cpu persistent_parameters sub_group_to_group_id zero_grad",
-        "0.18.4": "torch_autocast_gradscaler",
-        "0.18.9": "save_muon_momentum_buffer_in_memory use_muon",
-        "0.19.8": "_offload_boundary_param_ids",
-    },
-    # With offload_param there is no such buffer, and DeepSpeed refuses offload_states().
-    "an optimizer without offload_param": {"": "lp_param_buffer"},
-    # With offload_optimizer.ratio below 1.
-    "an optimizer with partial offload": {"": "backup_optimizer subgroup_to_device"},
-    "an optimizer with save_muon_momentum_buffer_in_memory": {
-        "": "muon_momentum_buffer_partitioned_groups_flat"
-    },
-    "an optimizer with swap_optimizer": {
-        "": "_optimizer_states_and_gradient_swap_in _optimizer_states_and_gradient_swap_out "
-        "_swappable_optimizer_subgroup fp16_partitioned_groups_flat_numel optimizer_swapper"
-    },
-    "an optimizer with cpu_offload": {
-        "": "accumulated_grads_in_cpu reset_cpu_buffers",
-        "0.19.8": "_offload_accumulated_param_ids",
-    },
-    "an optimizer with offload_optimizer": {"": "reset_cpu_buffers"},
-    # In a ZeRO-3 run without an optimizer.
-    "DeepSpeedZeRoOffload": {"": "partition_all_parameters"},
-    # None if another rank has the parameter, and while states are on the host.
-    "a parameter of ZeRO-1/2": {"": "_hp_mapping"},
-    # None until the optimizer has states.
-    "a parameter's link to its master": {"": "optim_fragment"},
-    "a parameter of ZeRO-3": {
-        "": "ds_id ds_numel ds_process_group ds_secondary_tensor ds_shape ds_tensor partition_numel"
-    },
-    # With offload to NVMe. purge_state exists since 0.16.4: older releases are refused.
-    "the optimizer swapper": {"": "dtype purge_state swap_folder swap_params_info"},
-    "a sub-group in files": {"": "swapped_gradients tensors"},
-    "a file of a sub-group": {"": "compute_tensor swap_path"},
-    # On CPU ranks, to start if DeepSpeed's shared-memory collectives do not compile.
-    "deepspeed.ops": {"": "__compatible_ops__"},
-    "the accelerator": {"": "create_op_builder"},
-    "an operator's builder": {"": "NAME load"},
-}
-"""Names of each object, separated by spaces, by the first release of those verified that always
-sets them in its constructors (``""``: all supported ones). Older releases work without them; newer
-ones are refused if they lack them."""
-
-UNCHECKED = ("_apply_muon_updates_cpu_offload", "losses", "swap_optimizer")
-"""Other names. ``support`` refuses Muon with offload in ZeRO-1/2 by the first; the second is a sum
-that older releases log; ZeRO-1/2 lacks the third."""
 
 
 def parameter_paddings(optimizer: Any, group: int) -> tuple[int, ...]:

@@ -57,6 +57,54 @@ NORMS_IN_ZERO = (
     "its update depends on how the parameters are partitioned; use stage 0, or Adam or AdamW"
 )
 
+OPTIMIZER_WRAPPERS = {
+    PLAIN: "stage 0 in fp32",
+    "FP16_Optimizer": "stage 0 in bf16 or fp16, with FusedAdam",
+    "FP16_UnfusedOptimizer": "stage 0 in bf16 or fp16",
+    "DeepSpeedZeroOptimizer": "ZeRO-1 and ZeRO-2",
+    "BF16_Optimizer": "ZeRO-1 in bf16 with fp32 gradient accumulation",
+    "DeepSpeedZeroOptimizer_Stage3": "ZeRO-3",
+}
+"""The supported optimizer wrappers, by exact class name."""
+
+NVME_WEIGHTS = (
+    "zero_optimization.offload_param.device = nvme: weights in files cannot be saved or restored; "
+    "offload weights to cpu instead"
+)
+
+ZENFLOW = (
+    "zero_optimization.zenflow: a second optimizer steps the largest gradients, and its state is "
+    "not accessible; remove the option: offload_optimizer to cpu works without it"
+)
+
+EXPERTS = "each rank has only some of the experts"
+
+QUANTIZED_FROZEN_WEIGHTS = (
+    "zero_optimization.zero_quantized_nontrainable_weights: frozen weights would be integers with "
+    "separate scales; remove the option"
+)
+
+SHARDED_BASE_WEIGHTS = (
+    "deepspeed.linear.LoRAConfig.base_weight_sharding > 1: each rank has only a part of some "
+    "frozen weights; set it to 1: ZeRO-3 partitions them too"
+)
+
+RANDOM_LTD = (
+    "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; remove the "
+    "option"
+)
+
+CURRICULUM = (
+    "data_efficiency.data_sampling.curriculum_learning: the state of its data sampler would be "
+    "lost; remove the option, and order the data in your own sampler"
+)
+
+_OLD_S = 600.0
+"""Longer than any operator's build. An older lock is abandoned, even on another machine."""
+
+_LOOK_AGAIN_S = 0.5
+"""Closing and removing a lock take microseconds."""
+
 
 def unfit_name(section: Mapping[str, Any], stage: object) -> Iterator[str]:
     """Yield the reasons to refuse an optimizer that the DeepSpeed config names, in any case."""
@@ -124,43 +172,6 @@ def _is_quantized(inner: Any) -> bool:
         options = getattr(inner, "args", None)
         return bool(getattr(options, "optim_bits", 32) < 16)  # noqa: PLR2004 (bits)
     return False
-
-
-OPTIMIZER_WRAPPERS = {
-    PLAIN: "stage 0 in fp32",
-    "FP16_Optimizer": "stage 0 in bf16 or fp16, with FusedAdam",
-    "FP16_UnfusedOptimizer": "stage 0 in bf16 or fp16",
-    "DeepSpeedZeroOptimizer": "ZeRO-1 and ZeRO-2",
-    "BF16_Optimizer": "ZeRO-1 in bf16 with fp32 gradient accumulation",
-    "DeepSpeedZeroOptimizer_Stage3": "ZeRO-3",
-}
-"""The supported optimizer wrappers, by exact class name."""
-
-NVME_WEIGHTS = (
-    "zero_optimization.offload_param.device = nvme: weights in files cannot be saved or restored; "
-    "offload weights to cpu instead"
-)
-ZENFLOW = (
-    "zero_optimization.zenflow: a second optimizer steps the largest gradients, and its state is "
-    "not accessible; remove the option: offload_optimizer to cpu works without it"
-)
-EXPERTS = "each rank has only some of the experts"
-QUANTIZED_FROZEN_WEIGHTS = (
-    "zero_optimization.zero_quantized_nontrainable_weights: frozen weights would be integers with "
-    "separate scales; remove the option"
-)
-SHARDED_BASE_WEIGHTS = (
-    "deepspeed.linear.LoRAConfig.base_weight_sharding > 1: each rank has only a part of some "
-    "frozen weights; set it to 1: ZeRO-3 partitions them too"
-)
-RANDOM_LTD = (
-    "data_efficiency.data_routing.random_ltd: the state of its scheduler would be lost; remove the "
-    "option"
-)
-CURRICULUM = (
-    "data_efficiency.data_sampling.curriculum_learning: the state of its data sampler would be "
-    "lost; remove the option, and order the data in your own sampler"
-)
 
 
 def optimizer_wrapper(engine: Any) -> str:
@@ -419,13 +430,6 @@ def _options(engine: Any) -> Iterator[str]:
     ):
         if is_used:
             yield reason
-
-
-_OLD_S = 600.0
-"""Longer than any operator's build. An older lock is abandoned, even on another machine."""
-
-_LOOK_AGAIN_S = 0.5
-"""Closing and removing a lock take microseconds."""
 
 
 def use_accelerator(name: str, *, compiles: bool = True) -> None:

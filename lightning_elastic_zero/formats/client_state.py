@@ -57,6 +57,18 @@ _SAVED_LEVELS = MOST_LEVELS - 10
 Objects: TypeAlias = "tuple[tuple[TreePath, object], ...]"
 """Objects that are not plain data, and where in the tree each belongs."""
 
+_MOST_INNER = 64
+"""Entries of a dictionary that are compared one by one."""
+
+_Kind: TypeAlias = "tuple[Callable[[Any], Any], Callable[[Any], Any]]"
+"""Returns the parts of an instance; builds an instance of the parts."""
+
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, list, dict, set, str)}
+"""Factories of a ``defaultdict``."""
+
+_PROTOCOL = 2
+"""Pickle protocol of ``torch.save``."""
+
 
 @dataclass(frozen=True, slots=True)
 class SplitState:
@@ -181,10 +193,6 @@ def join_objects(plain: dict[str, Any], objects: Objects) -> dict[str, Any]:
     return plain
 
 
-_MOST_INNER = 64
-"""Entries of a dictionary that are compared one by one."""
-
-
 def entry_digests(state: SplitState, declared: Mapping[str, Any]) -> dict[TreePath, str]:
     """Return a digest of each entry, by its path, except those that ``declared`` has too.
 
@@ -287,10 +295,6 @@ class _HostPickler(pickle.Pickler):
         return NotImplemented
 
 
-_Kind: TypeAlias = "tuple[Callable[[Any], Any], Callable[[Any], Any]]"
-"""Returns the parts of an instance; builds an instance of the parts."""
-
-
 class _UnknownClassError(Exception):
     """A value is not an instance of a known class; the message is the name of its class."""
 
@@ -356,9 +360,6 @@ def _default_dict(parts: Any) -> collections.defaultdict[Any, Any]:
     name, pairs = parts
     return collections.defaultdict(name and _FACTORIES[name], pairs)
 
-
-_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, list, dict, set, str)}
-"""Factories of a ``defaultdict``."""
 
 _KINDS: dict[type, _Kind] = {
     dict: (_pairs, dict),
@@ -480,10 +481,6 @@ def pickle_objects(objects: Objects) -> tuple[bytes, Objects]:
                 why = f"can be pickled but not unpickled ({error}), so no load could restore it:"
                 raise _refusal(value, path, why) from error
         raise
-
-
-_PROTOCOL = 2
-"""Pickle protocol of ``torch.save``."""
 
 
 def check_loads_weights_only(parts: Mapping[str, Any]) -> None:

@@ -66,6 +66,28 @@ METADATA_NAME = ".metadata"
 _VERIFIED_BYTES = 1 << 20
 """Bytes that are read at a time to compare a CRC-32."""
 
+_MODULES = {
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.serialization",
+    "pathlib",
+    "pathlib._local",
+}
+"""Modules whose classes and functions are replaced by ``_Fields``."""
+
+GROUPS, STATE = "param_groups", "state"
+
+Models: TypeAlias = "Mapping[TreePath, Mapping[str, torch.Tensor]]"
+"""Subtrees with tensors directly below them, by name."""
+
+StateDict = dict[str, Any]
+
+TRAINER_STATE = "meta.pt"
+"""The file of Lightning's FSDP and ModelParallel strategies for the trainer's state."""
+
+_LIGHTNINGS_OPTIMIZER = ("optimizer_0",)
+"""Their path of the optimizer state; plain torch code usually calls it ``optimizer``."""
+
 
 def is_dcp(path: Path) -> bool:
     """Whether a directory has the metadata of ``torch.distributed.checkpoint``."""
@@ -134,16 +156,6 @@ class _Fields:
 
     def __setstate__(self, state: object) -> None:
         self.state = state
-
-
-_MODULES = {
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-    "torch.serialization",
-    "pathlib",
-    "pathlib._local",
-}
-"""Modules whose classes and functions are replaced by ``_Fields``."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -254,8 +266,6 @@ def _is_tiled(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
 
 # -- the tree ------------------------------------------------------------------------------------
 
-GROUPS, STATE = "param_groups", "state"
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerLeaves:
@@ -277,10 +287,6 @@ class OptimizerLeaves:
             (self.state if below[0] == STATE else self.groups).append((below[1:], leaf))
             return True
         return False
-
-
-Models: TypeAlias = "Mapping[TreePath, Mapping[str, torch.Tensor]]"
-"""Subtrees with tensors directly below them, by name."""
 
 
 def sort_leaves(
@@ -363,9 +369,6 @@ def _sorted(chunks: Iterable[Chunk]) -> list[Chunk]:
 # -- optimizers ----------------------------------------------------------------------------------
 
 
-StateDict = dict[str, Any]
-
-
 def state_dict_of(leaves: OptimizerLeaves, values: Mapping[str, Any]) -> StateDict:
     """Return the saved state dict of an optimizer, from the values of its leaves by key."""
     state: dict[Any, StateDict] = {}
@@ -442,13 +445,6 @@ def _groups_by_name(
         group.update(fields)
         group["params"].append(name)
     return groups
-
-
-TRAINER_STATE = "meta.pt"
-"""The file of Lightning's FSDP and ModelParallel strategies for the trainer's state."""
-
-_LIGHTNINGS_OPTIMIZER = ("optimizer_0",)
-"""Their path of the optimizer state; plain torch code usually calls it ``optimizer``."""
 
 
 class DcpReader(FullStateReader):

@@ -29,6 +29,23 @@ FP32_STAGE_3 = "fp32_flat_groups"
 FP32_STAGE_1_2 = "single_partition_of_fp32_groups"
 FROZEN = "frozen_param_fragments"
 
+_OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+
+_MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+
+_PARALLEL = re.compile(r"(layer_\d+|expert_\d+|layer_\d+_expert_\d+)[-_].*\.pt")
+
+LATEST_UNIVERSAL = "latest_universal"
+"""Contains the last tag that ``ds_to_universal`` wrote."""
+
+OPTIMIZER_STATE = "zero/optimizer_state.pt"
+"""The file of a Universal Checkpoint with hyperparameters and other optimizer data."""
+
+_MOST_TAG = 255
+"""Characters of a tag, which is the name of a folder."""
+
 
 def fp32_key(stage: int) -> str:
     """Return the entry with the flat buffers of the masters."""
@@ -62,19 +79,6 @@ def stub_fields(scaler: object) -> dict[str, Plain]:
         return {}
     fields = {k: v for k, v in vars(scaler).items() if isinstance(v, (bool, int, float))}
     return {"class": type(scaler).__name__, **fields}
-
-
-_OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_MODEL_3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_PARALLEL = re.compile(r"(layer_\d+|expert_\d+|layer_\d+_expert_\d+)[-_].*\.pt")
-
-
-LATEST_UNIVERSAL = "latest_universal"
-"""Contains the last tag that ``ds_to_universal`` wrote."""
-
-OPTIMIZER_STATE = "zero/optimizer_state.pt"
-"""The file of a Universal Checkpoint with hyperparameters and other optimizer data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +127,6 @@ def tags_in(folder: Path) -> list[str]:
     """Return the sorted names of the tags in a folder."""
     found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     return [name for name in found if is_deepspeed(folder / name)]
-
-
-_MOST_TAG = 255
-"""Characters of a tag, which is the name of a folder."""
 
 
 def _latest_tags(path: Path) -> dict[Path, str]:

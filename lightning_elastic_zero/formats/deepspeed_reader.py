@@ -119,6 +119,14 @@ ENGINE_KEYS = frozenset(
 )
 """The entries that DeepSpeed writes; all other entries are the user's."""
 
+_MOST_MISSING = 10_000
+"""Ranks whose files are missing that an error lists."""
+
+MASTER, STEP = "fp32", "step"
+
+ADAM_MOMENTS = {"exp_avg", "exp_avg_sq"}
+"""``ds_to_universal`` writes both for a parameter, or neither."""
+
 
 class ModelFile:
     """One rank's ``*_model_states.pt``."""
@@ -253,10 +261,6 @@ def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
         gradient_accumulation_steps=accumulation,
         global_batch_size=batch,
     )
-
-
-_MOST_MISSING = 10_000
-"""Ranks whose files are missing that an error lists."""
 
 
 class TagReader(CheckpointReader):
@@ -521,12 +525,6 @@ class ZeroReader(TagReader):
     def _loss_scaler(self) -> Mapping[str, Plain]:
         shard = self.files.tree(self._shard_name(0))[OPTIMIZER]
         return stub_fields(shard.get("loss_scaler"))
-
-
-MASTER, STEP = "fp32", "step"
-
-ADAM_MOMENTS = {"exp_avg", "exp_avg_sq"}
-"""``ds_to_universal`` writes both for a parameter, or neither."""
 
 
 class UniversalReader(TagReader):

@@ -63,6 +63,18 @@ Shard: TypeAlias = "Mapping[str, Any]"
 BF16 = "BF16_Optimizer"
 """DeepSpeed's wrapper for bf16 with fp32 gradients. Its files do not record a stage."""
 
+MAX_SHOWN = 4
+"""Hyperparameters listed in a message; the others are counted."""
+
+log = logging.getLogger(__name__)
+
+Numels: TypeAlias = "Sequence[Mapping[str, int]]"
+"""Per flat buffer: the elements of each parameter, in flat order."""
+
+RESUME_FROM_ANOTHER = (
+    "Resume from another checkpoint, or restore the files of all ranks from one save"
+)
+
 
 def _flats_of(shard: Shard) -> Sequence[torch.Tensor]:
     return shard[FP32_STAGE_3 if FP32_STAGE_3 in shard else FP32_STAGE_1_2]
@@ -152,12 +164,6 @@ def shard_metadata(shard: Shard, where: str) -> ShardMetadata:
     )
 
 
-MAX_SHOWN = 4
-"""Hyperparameters listed in a message; the others are counted."""
-
-log = logging.getLogger(__name__)
-
-
 def _describe_differences(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     """Describe hyperparameters that differ from those of rank 0; empty if there are none."""
     found = [
@@ -169,14 +175,6 @@ def _describe_differences(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> str
     ]
     more = [f"{len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
     return "; ".join(found[:MAX_SHOWN] + more)
-
-
-Numels: TypeAlias = "Sequence[Mapping[str, int]]"
-"""Per flat buffer: the elements of each parameter, in flat order."""
-
-RESUME_FROM_ANOTHER = (
-    "Resume from another checkpoint, or restore the files of all ranks from one save"
-)
 
 
 class ZeroShardSet:

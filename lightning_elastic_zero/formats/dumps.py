@@ -94,6 +94,12 @@ SAME_STEP_HINT = (
     "and the dumps of all ranks of one run"
 )
 
+Rows = Mapping[str, Parameter]
+"""The model's parameters by the first of their names."""
+
+Order = Sequence[Sequence[str]]
+"""The parameters of each parameter group, in the order of the flat buffers."""
+
 
 @dataclass(frozen=True, slots=True)
 class DumpsTable:
@@ -340,10 +346,6 @@ def _by_rank(folder: Path, pattern: str) -> list[str]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-Rows = Mapping[str, Parameter]
-"""The model's parameters by the first of their names."""
-
-
 def _verified_reader(
     files: ForeignFiles,
     names: Sequence[str],
@@ -447,10 +449,6 @@ def _check_one_run(folder: Path, names: Sequence[str], shards: Sequence[ShardMet
     if not any(flat.numel() for flat in first.flats):
         msg = f"{folder}: {names[0]} lacks the master weights: offload to NVMe is not supported"
         raise UnsupportedError(msg)
-
-
-Order = Sequence[Sequence[str]]
-"""The parameters of each parameter group, in the order of the flat buffers."""
 
 
 def _orders(

@@ -71,6 +71,21 @@ Key: TypeAlias = "int | str"
 Table: TypeAlias = "tuple[tuple[str, ...], ...]"
 """The names of each group's members, in the order of the ids; empty for an unknown id."""
 
+CURRENT, AVERAGING = "current_model_state", "averaging_state"
+"""Entries of Lightning's ``WeightAveraging``: the trained weights, and its own state. The weights
+in ``state_dict`` are then their average."""
+
+_FUSED_ADAM = {"betas", "bias_correction", "step"}
+"""Keys of a group of DeepSpeed's FusedAdam; DeepSpeedCPUAdam has ``amsgrad`` too. Without ZeRO, it
+steps a whole group, but counts on the last parameter only (``deepspeed/ops/adam/fused_adam.py``)"""
+
+KIND = "single file of torch.save"
+
+WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
+
+# Files of other software may also have an entry ``optimizer_state_dict``.
+_OF_A_SHARD = {"ds_version", "ds_config", FP32_STAGE_3, OURS}
+
 
 @dataclass(frozen=True, slots=True)
 class NamedOptimizerState:
@@ -366,10 +381,6 @@ def _in_order(
 
 
 # -- a checkpoint and a live model -----------------------------------------------------------------
-
-CURRENT, AVERAGING = "current_model_state", "averaging_state"
-"""Entries of Lightning's ``WeightAveraging``: the trained weights, and its own state. The weights
-in ``state_dict`` are then their average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -668,18 +679,6 @@ class FullStateReader(CheckpointReader):
     @abstractmethod
     def load_client_state(self) -> dict[str, Any]:
         """Return the trainer's state."""
-
-
-_FUSED_ADAM = {"betas", "bias_correction", "step"}
-"""Keys of a group of DeepSpeed's FusedAdam; DeepSpeedCPUAdam has ``amsgrad`` too. Without ZeRO, it
-steps a whole group, but counts on the last parameter only (``deepspeed/ops/adam/fused_adam.py``)"""
-
-KIND = "single file of torch.save"
-
-WEIGHTS, OPTIMIZERS = "state_dict", "optimizer_states"
-
-# Files of other software may also have an entry ``optimizer_state_dict``.
-_OF_A_SHARD = {"ds_version", "ds_config", FP32_STAGE_3, OURS}
 
 
 class SingleFileReader(FullStateReader):

@@ -69,6 +69,16 @@ EXTRA_STATES = "lightning_elastic_zero.extra_states"
 OPTIMIZER_STATE = "lightning_elastic_zero.optimizer_state"
 """The client-state entry with the optimizer state under keys that are not parameters."""
 
+Location: TypeAlias = "tuple[StoredTensors, StoredRun]"
+"""An open file, and a run of one of its tensors."""
+
+_RESEMBLANCE = 0.5
+"""Least correlation of weights that user code changed with their masters. Weights that a clamp
+reduces to their signs have 0.8, averages more."""
+
+MEMBERS = ("params", "param_names")
+"""Keys of a parameter group that list its members."""
+
 
 def is_extra_state(name: str) -> bool:
     """Whether an entry of a state dict is the result of a module's ``get_extra_state``."""
@@ -131,10 +141,6 @@ class StoredTensors(Protocol):
     def load_tree(self, subtree: Any) -> Any:
         """Return a part of the saved object with the values of its tensors."""
         ...
-
-
-Location: TypeAlias = "tuple[StoredTensors, StoredRun]"
-"""An open file, and a run of one of its tensors."""
 
 
 def read_run(location: Location) -> torch.Tensor:
@@ -220,11 +226,6 @@ class WeightComparison:
     def is_damage(self) -> bool:
         """Whether most of the elements are unrelated to their masters."""
         return self._unrelated > self._similar
-
-
-_RESEMBLANCE = 0.5
-"""Least correlation of weights that user code changed with their masters. Weights that a clamp
-reduces to their signs have 0.8, averages more."""
 
 
 class CheckpointReader(ABC):
@@ -627,10 +628,6 @@ def duplicate_names(tensors: Mapping[str, Any]) -> dict[str, str]:
         if known != name:
             again[name] = known
     return again
-
-
-MEMBERS = ("params", "param_names")
-"""Keys of a parameter group that list its members."""
 
 
 def plain_hyperparameters(

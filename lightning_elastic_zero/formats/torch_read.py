@@ -73,6 +73,23 @@ _UNREADABLE = (
 )
 """Exceptions that damaged or foreign data raises in unpicklers."""
 
+Policy: TypeAlias = Literal["plain data", "stand-ins", "any class"]
+"""The classes that a pickle may contain: those of ``torch.load(weights_only=True)``; also a few of
+DeepSpeed, with a stand-in for each; or any class, which can run code."""
+
+PLAIN_DATA: Policy = "plain data"
+"""For files of this library."""
+
+_ASKED_FOR = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.[\w.]+)")
+"""The class that torch's restricted unpickler refuses, in its message."""
+
+# torch keeps the allowed classes per process. Only one file is unpickled at a time, so that no
+# thread removes classes that another one still needs.
+_allowing = threading.RLock()
+
+MAX_OPEN = 4
+"""Files kept open at once: a rank reads most of its runs from the same two or three."""
+
 
 def unsupported_class(where: object, what: str, more: str = "") -> UnsupportedError:
     """Return the error for a class that is built only with ``allow_pickle``."""
@@ -81,14 +98,6 @@ def unsupported_class(where: object, what: str, more: str = "") -> UnsupportedEr
         "allow_pickle=True to ElasticDeepSpeedStrategy, elastic or load_checkpoint, or "
         f"--allow-pickle on the command line{more}"
     )
-
-
-Policy: TypeAlias = Literal["plain data", "stand-ins", "any class"]
-"""The classes that a pickle may contain: those of ``torch.load(weights_only=True)``; also a few of
-DeepSpeed, with a stand-in for each; or any class, which can run code."""
-
-PLAIN_DATA: Policy = "plain data"
-"""For files of this library."""
 
 
 def foreign_policy(*, allow_pickle: bool) -> Policy:
@@ -113,14 +122,6 @@ class _AnyClassUnpickler(pickle.Unpickler):
             # As in torch.load: the storage classes themselves are deprecated, and warn.
             return torch.serialization.StorageType(global_name)
         return super().find_class(module_name, global_name)
-
-
-_ASKED_FOR = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.[\w.]+)")
-"""The class that torch's restricted unpickler refuses, in its message."""
-
-# torch keeps the allowed classes per process. Only one file is unpickled at a time, so that no
-# thread removes classes that another one still needs.
-_allowing = threading.RLock()
 
 
 @contextmanager
@@ -560,9 +561,6 @@ def is_cut(path: Path) -> bool:
         return not first or (first == _ZIP_MARK and not zipfile.is_zipfile(file))
     return False
 
-
-MAX_OPEN = 4
-"""Files kept open at once: a rank reads most of its runs from the same two or three."""
 
 P = TypeVar("P", bound=AnyPath)
 

@@ -37,6 +37,26 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 # one of the whole process.
 _crc32_lock = threading.Lock()
 
+Piece: TypeAlias = "torch.Tensor | ChunkedSource | int"
+"""A contiguous tensor on any device, a source, or a number of zeros."""
+
+Write: TypeAlias = Callable[[memoryview], int]
+"""Appends bytes to a file."""
+
+_HEADER_MARK, _DESCRIPTOR_MARK, _DIRECTORY_MARK = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
+
+_LOCAL_HEADER = struct.Struct("<6xH18xHH")
+"""Flags, and the lengths of the name and of the extra field, which follow."""
+
+_DIRECTORY_ENTRY = struct.Struct("<28xHHH12x")
+"""The lengths of the three fields that follow."""
+
+_CRC32_AT = 16
+"""The offset of the CRC-32 in an entry of the directory."""
+
+_HAS_DESCRIPTOR = 1 << 3
+"""The flag of records with data: their sizes and CRC-32 follow the data."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkedSource:
@@ -63,10 +83,6 @@ class ChunkedSource:
                 raise ValueError(msg)
             if chunk.numel():
                 yield in_order(chunk).view(torch.uint8).numpy().data
-
-
-Piece: TypeAlias = "torch.Tensor | ChunkedSource | int"
-"""A contiguous tensor on any device, a source, or a number of zeros."""
 
 
 def piecewise(pieces: Sequence[Piece], dtype: torch.dtype) -> ChunkedSource:
@@ -180,24 +196,6 @@ def _without_crc32() -> Iterator[None]:
             yield
         finally:
             torch.serialization.set_crc32_options(compute_crc32=before)
-
-
-Write: TypeAlias = Callable[[memoryview], int]
-"""Appends bytes to a file."""
-
-_HEADER_MARK, _DESCRIPTOR_MARK, _DIRECTORY_MARK = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
-
-_LOCAL_HEADER = struct.Struct("<6xH18xHH")
-"""Flags, and the lengths of the name and of the extra field, which follow."""
-
-_DIRECTORY_ENTRY = struct.Struct("<28xHHH12x")
-"""The lengths of the three fields that follow."""
-
-_CRC32_AT = 16
-"""The offset of the CRC-32 in an entry of the directory."""
-
-_HAS_DESCRIPTOR = 1 << 3
-"""The flag of records with data: their sizes and CRC-32 follow the data."""
 
 
 class _Crc32Writer:

@@ -21,6 +21,8 @@ from lightning_elastic_zero.data_progress.position import RunSettings
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.trainer.lightning import callbacks_of, is_fitting
 
+_MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
+
 
 class UserSettings:
     """Changes trainer settings for one fit, and remembers the user's values."""
@@ -207,9 +209,6 @@ def overruled_orders(loaders: Any) -> list[str]:
                 part = "the generator of its RandomSampler"
         parts.append(part)
     return parts
-
-
-_MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
 
 
 class BatchController:

@@ -76,6 +76,12 @@ WEIGHTS = "state_dict"
 CURRENT = "current_model_state"
 """Entry in which ``WeightAveraging`` saves the trained weights; the average is in ``WEIGHTS``."""
 
+AVERAGING = "averaging_state"
+"""Entry in which ``WeightAveraging`` saves the number of averaged updates."""
+
+VERSION_KEY = "pytorch-lightning_version"
+"""Entry that Lightning requires in every checkpoint."""
+
 
 def without_weights(
     checkpoint: Mapping[str, Any], given: Mapping[str, Any]
@@ -157,10 +163,6 @@ def with_rank_state(
     for key, entries in rank_state.items():
         merged[key] = {**merged.get(key, {}), **entries}
     return merged
-
-
-AVERAGING = "averaging_state"
-"""Entry in which ``WeightAveraging`` saves the number of averaged updates."""
 
 
 def _averaging(trainer: pl.Trainer) -> list[Any]:
@@ -286,10 +288,6 @@ def _ends_run(trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
     """Whether the run ends after a save: an exception's, or one before SLURM requeues the job."""
     # Lightning's name of the latter.
     return is_interrupted(trainer) or Path(path).name.startswith("hpc_ckpt_")
-
-
-VERSION_KEY = "pytorch-lightning_version"
-"""Entry that Lightning requires in every checkpoint."""
 
 
 class RunCheckpoints:

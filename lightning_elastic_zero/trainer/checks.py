@@ -38,6 +38,33 @@ REMEDIES = (
 BATCH_COUNT_SETTINGS = ("val_check_interval", "limit_train_batches")
 """Trainer settings that, as integers, count the batches of one rank."""
 
+_INITIAL, _LIVE = "initial_lr", "lr"
+
+_MOST = 4  # groups that a message lists
+
+FILTERED_WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
+    # DeepSpeed (up to 0.19) uses names of collectives that torch 2.13 deprecates.
+    (
+        FutureWarning,
+        r"`torch\.distributed\.\w+` is deprecated",
+        r"torch\.distributed\.c10d_logger",
+    ),
+    # Lightning (up to 2.6) uses a deprecated name of torch to walk trees of loaders.
+    (
+        FutureWarning,
+        r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+        r"lightning\.pytorch\.utilities\._pytree",
+    ),
+    # Lightning only considers loaders with a ``state_dict``. This library refuses data that cannot
+    # resume in the middle of an epoch, or warns that the epoch starts over.
+    (
+        UserWarning,
+        r"You're resuming from a checkpoint that ended before the epoch ended",
+        r"lightning\.pytorch\.loops\.training_epoch_loop",
+    ),
+)
+"""Class, text and module of warnings between libraries, which users cannot change."""
+
 
 def warn_of_shuffling(overruled: Sequence[str], loaders: Sequence[object]) -> None:
     """Warn of each training loader whose order Lightning has replaced; see ``overruled_orders``."""
@@ -208,10 +235,6 @@ def _is_lightnings(hook: object) -> bool:
     return hook is None or module.split(".", maxsplit=1)[0] == "lightning"
 
 
-_INITIAL, _LIVE = "initial_lr", "lr"
-_MOST = 4  # groups that a message lists
-
-
 def configured_rates(optimizers: Iterable[Any]) -> list[dict[str, float]]:
     """Return ``lr`` and ``initial_lr`` of each parameter group, before a load."""
     return [_rates(group) for optimizer in optimizers for group in optimizer.param_groups]
@@ -325,30 +348,6 @@ class RequiresGradCheck:
 
 def _names(module: nn.Module, parameters: Collection[nn.Parameter]) -> str:
     return format_names((n for n, p in module.named_parameters() if p in parameters), 10)
-
-
-FILTERED_WARNINGS: tuple[tuple[type[Warning], str, str], ...] = (
-    # DeepSpeed (up to 0.19) uses names of collectives that torch 2.13 deprecates.
-    (
-        FutureWarning,
-        r"`torch\.distributed\.\w+` is deprecated",
-        r"torch\.distributed\.c10d_logger",
-    ),
-    # Lightning (up to 2.6) uses a deprecated name of torch to walk trees of loaders.
-    (
-        FutureWarning,
-        r"`isinstance\(treespec, LeafSpec\)` is deprecated",
-        r"lightning\.pytorch\.utilities\._pytree",
-    ),
-    # Lightning only considers loaders with a ``state_dict``. This library refuses data that cannot
-    # resume in the middle of an epoch, or warns that the epoch starts over.
-    (
-        UserWarning,
-        r"You're resuming from a checkpoint that ended before the epoch ended",
-        r"lightning\.pytorch\.loops\.training_epoch_loop",
-    ),
-)
-"""Class, text and module of warnings between libraries, which users cannot change."""
 
 
 def hide_known_warnings() -> None:

@@ -51,6 +51,9 @@ If a node hangs or is disconnected, the other agents notice only when their own 
 Lightning's default of 30 minutes exceeds the agents' timeouts: 10 minutes to join, 5 to exit.
 """
 
+_RAY = "ray.train"
+"""Module that a worker of Ray Train has imported."""
+
 
 class Launcher:
     """The program that has started the ranks, as far as it decides about a run.
@@ -140,10 +143,6 @@ class Torchrun(Launcher):
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes."
             )
         leave_shared_store((timeout or COLLECTIVE_TIMEOUT).total_seconds())
-
-
-_RAY = "ray.train"
-"""Module that a worker of Ray Train has imported."""
 
 
 class Ray(Launcher):

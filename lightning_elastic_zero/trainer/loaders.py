@@ -33,6 +33,18 @@ from lightning_elastic_zero.trainer.lightning import (
     training_loaders,
 )
 
+REPRODUCIBLE = (
+    "Derive the order from set_epoch(epoch), which is called before each epoch, or from a "
+    "torch.Generator, random.Random or NumPy generator that the sampler keeps in an attribute"
+)
+"""How to make a sampler's order the same on all ranks and after a restart."""
+
+NO_DIGEST = (
+    "yields objects that cannot be compared between processes, so a different order would go "
+    "unnoticed. Yield numbers, strings, or tuples, lists or dictionaries of these"
+)
+"""Why the order of a sampler has no digest, and the remedy."""
+
 
 @runtime_checkable
 class ResumesAtSample(Protocol):
@@ -287,19 +299,6 @@ def warn_state_not_restored(loader: object, saved: int, world_size: int) -> None
         f"The {describe_loader(loader)} starts without its saved state, so the next epoch may "
         f"differ from that of the uninterrupted run: {why}."
     )
-
-
-REPRODUCIBLE = (
-    "Derive the order from set_epoch(epoch), which is called before each epoch, or from a "
-    "torch.Generator, random.Random or NumPy generator that the sampler keeps in an attribute"
-)
-"""How to make a sampler's order the same on all ranks and after a restart."""
-
-NO_DIGEST = (
-    "yields objects that cannot be compared between processes, so a different order would go "
-    "unnoticed. Yield numbers, strings, or tuples, lists or dictionaries of these"
-)
-"""Why the order of a sampler has no digest, and the remedy."""
 
 
 class SampleOrderCheck:

@@ -50,6 +50,8 @@ from lightning_elastic_zero.trainer.lightning import (
 
 T = TypeVar("T")
 
+_WARNS = "_ModelCheckpoint__warn_if_dir_not_empty"
+
 
 def _save_at_step(callback: ModelCheckpoint, trainer: pl.Trainer, *of_batch: Any) -> None:
     """Save if it is due, unless the batch is inside an accumulation window."""
@@ -77,9 +79,6 @@ def is_found_as_last(trainer: pl.Trainer, path: str) -> bool:
         found = {each for c in saving for each in c._find_last_checkpoints(trainer)}
         return not found.isdisjoint({path, f"{path}/{MANIFEST_NAME}"})  # the latter in a store
     return False
-
-
-_WARNS = "_ModelCheckpoint__warn_if_dir_not_empty"
 
 
 def _warn(warns: Callable[[str], None], dirpath: str) -> None:

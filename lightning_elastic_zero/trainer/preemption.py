@@ -52,6 +52,14 @@ INTERVAL_S = 2.0
 _ANSWER_S = 2.0
 """Timeout of a request; metadata servers answer within milliseconds."""
 
+NAME = "last-preempted.ckpt"
+"""Name of the checkpoint: ``ckpt_path="last"`` takes the newest name that begins with ``last``."""
+
+EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: a temporary failure; try again."""
+
+log = logging.getLogger(__name__)
+
 
 def aws_notice(server: str = AWS) -> bool:
     """Return whether AWS will interrupt this spot instance; the request needs a token."""
@@ -96,15 +104,6 @@ def _answer(url: str, headers: Mapping[str, str], method: str = "GET") -> str | 
             return str(answer.read(65536).decode(errors="replace"))
     except (OSError, HTTPException, ValueError):  # also HTTPError, URLError and timeouts
         return None
-
-
-NAME = "last-preempted.ckpt"
-"""Name of the checkpoint: ``ckpt_path="last"`` takes the newest name that begins with ``last``."""
-
-EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: a temporary failure; try again."""
-
-log = logging.getLogger(__name__)
 
 
 class PreemptionCheckpoint(Callback):
