@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     from lightning_elastic_zero.integrations.huggingface import elastic, wrap_initialize
     from lightning_elastic_zero.integrations.ray import RayCheckpointReport
     from lightning_elastic_zero.selftest import run_selftest
-    from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+    from lightning_elastic_zero.tools.conversion import convert_checkpoint
     from lightning_elastic_zero.tools.differences import diff_checkpoints
     from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
     from lightning_elastic_zero.tools.inspection import inspect_checkpoint
+    from lightning_elastic_zero.tools.selection import ConvertOptions
     from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
     from lightning_elastic_zero.trainer.loaders import ResumesAtSample
     from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
@@ -94,7 +95,7 @@ _MODULE_OF_NAME = {
     "BatchPlan": "lightning_elastic_zero.data_progress.batches",
     "CheckpointMonitor": "lightning_elastic_zero.trainer.monitor",
     "CheckpointStats": "lightning_elastic_zero.checkpoint.types",
-    "ConvertOptions": "lightning_elastic_zero.tools.conversion",
+    "ConvertOptions": "lightning_elastic_zero.tools.selection",
     "ElasticDeepSpeedFabricStrategy": "lightning_elastic_zero.integrations.fabric",
     "ElasticDeepSpeedStrategy": "lightning_elastic_zero.trainer.strategy",
     "ElasticSampler": "lightning_elastic_zero.data_progress.sampler",

@@ -344,8 +344,9 @@ def _diff(args: Namespace) -> int:
 
 
 def _convert(args: Namespace) -> int:
-    from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+    from lightning_elastic_zero.tools.conversion import convert_checkpoint
     from lightning_elastic_zero.tools.report import format_bytes, show_progress
+    from lightning_elastic_zero.tools.selection import ConvertOptions
 
     if wrong := [pair for pair in args.rename if "=" not in pair]:
         _show_error("convert:", f"--rename {wrong[0]}: expected OLD=NEW")

@@ -24,12 +24,7 @@ import xxhash
 
 from lightning_elastic_zero.core.manifest import Group, Manifest
 from lightning_elastic_zero.core.tensors import RankState, canonical_repr
-from lightning_elastic_zero.core.text import (
-    TreePath,
-    format_names,
-    format_ranks,
-    format_tree_path,
-)
+from lightning_elastic_zero.core.text import TreePath, format_names, format_ranks, format_tree_path
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.formats.client_state import SplitState, digest_of, entry_digests
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE

@@ -35,12 +35,7 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     STATES,
     fp32_key,
 )
-from lightning_elastic_zero.formats.elastic_plan import (
-    Item,
-    lean_numel,
-    plan_files,
-    writes_weights,
-)
+from lightning_elastic_zero.formats.elastic_plan import Item, lean_numel, plan_files, writes_weights
 from lightning_elastic_zero.formats.torch_write import (
     ChunkedSource,
     Piece,

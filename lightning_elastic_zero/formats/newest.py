@@ -24,11 +24,7 @@ from itertools import islice
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.errors import (
-    DAMAGE_ERRORS,
-    CheckpointFormatError,
-    ElasticZeroError,
-)
+from lightning_elastic_zero.errors import DAMAGE_ERRORS, CheckpointFormatError, ElasticZeroError
 from lightning_elastic_zero.formats.open import (
     MARKS,
     MAX_ENTRIES,

@@ -34,14 +34,8 @@ from lightning_elastic_zero.formats.deepspeed_files import (
 from lightning_elastic_zero.formats.deepspeed_reader import UniversalReader, ZeroReader
 from lightning_elastic_zero.formats.dumps import TABLE_NAME, DumpsReader
 from lightning_elastic_zero.formats.elastic import ElasticReader
-from lightning_elastic_zero.formats.full_state import (
-    SingleFileReader,
-    is_unpartitioned,
-)
-from lightning_elastic_zero.formats.reader import (
-    CheckpointReader,
-    as_format_error,
-)
+from lightning_elastic_zero.formats.full_state import SingleFileReader, is_unpartitioned
+from lightning_elastic_zero.formats.reader import CheckpointReader, as_format_error
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, TorchFile, foreign_files
 from lightning_elastic_zero.storage.file_read import RangeFile
 from lightning_elastic_zero.storage.folder import Folder

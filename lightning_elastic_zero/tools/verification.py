@@ -23,11 +23,7 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.dcp_read import is_dcp
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest, is_deepspeed
-from lightning_elastic_zero.formats.newest import (
-    checkpoints_in,
-    newest_first,
-    newest_intact,
-)
+from lightning_elastic_zero.formats.newest import checkpoints_in, newest_first, newest_intact
 from lightning_elastic_zero.formats.open import (
     MARKS,
     MAX_ENTRIES,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
+from lightning_elastic_zero.tools.selection import ConvertOptions
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.support.checkpoints import STEPS, Saved, evaluated_weights, save
 from tests.support.engines import Engine, Setup, batch, engine_of, inner_of, train, trained

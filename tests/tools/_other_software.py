@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+from lightning_elastic_zero.tools.selection import ConvertOptions
 from tests.support.engines import Setup, engine_of, group_members, make_optimizer, train
 from tests.support.oracle import dump
 from tests.support.plain_checkpoints import WholeState, write_elastic

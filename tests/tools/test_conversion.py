@@ -31,15 +31,12 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.reader import OPTIMIZER_STATE
-from lightning_elastic_zero.tools.conversion import (
-    TARGETS,
-    ConvertOptions,
-    adapter_key,
-    convert_checkpoint,
-)
+from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
 from lightning_elastic_zero.tools.differences import diff_checkpoints
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
+from lightning_elastic_zero.tools.selection import ConvertOptions
+from lightning_elastic_zero.tools.to_adapter import adapter_key
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from lightning_elastic_zero.tools.view import open_view
 from tests.support.bits import bitwise_repr

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers
-from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+from lightning_elastic_zero.tools.selection import ConvertOptions
 from tests.support.fits import SMALL_BUCKETS
 from tests.support.plain_checkpoints import make_state, write_elastic
 from tests.support.processes import HANG_TIMEOUT_S, output_of
@@ -123,7 +124,8 @@ Measured: 45 MB, and 100 MB for torch's directories, whose chunks torch reads as
 CONVERT_BOUNDED = """
 import resource, sys
 from pathlib import Path
-from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
+from lightning_elastic_zero.tools.selection import ConvertOptions
 import lightning_elastic_zero.formats.dcp_write
 source, target, to, config, limit = sys.argv[1:]
 

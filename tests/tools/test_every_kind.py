@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from lightning_elastic_zero.formats.dumps import describe_dumps
 from lightning_elastic_zero.formats.reader import WEIGHT
-from lightning_elastic_zero.tools.conversion import TARGETS, ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
+from lightning_elastic_zero.tools.selection import ConvertOptions
 from lightning_elastic_zero.tools.view import OpenCheckpoint, open_view
 from tests.support.foreign_checkpoints import names, unpack
 from tests.support.plain_checkpoints import make_state, write_elastic

@@ -38,9 +38,10 @@ from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.engines import find_checkpoint
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.own_files import inspect_target
-from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
+from lightning_elastic_zero.tools.selection import ConvertOptions
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 from tests.support.foreign_checkpoints import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic

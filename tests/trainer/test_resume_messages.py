@@ -15,7 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_elastic_zero.tools.conversion import ConvertOptions, convert_checkpoint
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
+from lightning_elastic_zero.tools.selection import ConvertOptions
 from lightning_elastic_zero.trainer.checkpoint_io import _format_not_resumed
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
