@@ -197,13 +197,13 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointCorruptedError(msg) from error
 
 
-def _parsed(found: Mapping[str, Any], path: Path) -> Metadata:
+def _parsed(metadata: Mapping[str, Any], path: Path) -> Metadata:
     places = {
         (index.state["fqn"], tuple(index.state.get("offset") or ())): _place(info.state, path)
-        for index, info in found["storage_data"].items()
+        for index, info in metadata["storage_data"].items()
     }
-    entries: Mapping[str, _Fields] = found["state_dict_metadata"]
-    paths: Mapping[str, TreePath] = found.get("planner_data") or {}
+    entries: Mapping[str, _Fields] = metadata["state_dict_metadata"]
+    paths: Mapping[str, TreePath] = metadata.get("planner_data") or {}
     ordered = [key for key in paths if key in entries]
     known: dict[object, torch.Tensor] = {}
     leaves = []
@@ -316,17 +316,17 @@ def choose_model(models: Models, live: Manifest, where: Path) -> TreePath:
         msg = f"{where} contains no tensors, so it is not a checkpoint of a model"
         raise CheckpointFormatError(msg)
     wanted = [{p.name, *p.aliases} for p in live.parameters]
-    held = {
+    counts = {
         path: sum(not names.isdisjoint(leaves) for names in wanted)
         for path, leaves in models.items()
     }
-    fitting = [path for path, count in held.items() if count == len(wanted)]
+    fitting = [path for path, count in counts.items() if count == len(wanted)]
     if len(fitting) == 1:
         return fitting[0]
-    if len(held) == 1:
-        return next(iter(held))
+    if len(counts) == 1:
+        return next(iter(counts))
     listed = ", ".join(
-        f"{format_tree_path(path)} ({count} of {len(wanted)})" for path, count in held.items()
+        f"{format_tree_path(path)} ({count} of {len(wanted)})" for path, count in counts.items()
     )
     what = "several of them contain" if fitting else "none of them contains"
     msg = (
@@ -402,7 +402,7 @@ def _by_name(
 ) -> dict[str, StateDict]:
     """Split ``<parameter>.<key>``: no name of a parameter, with a dot, is a prefix of another."""
     known = set(names)
-    found: dict[str, StateDict] = {}
+    states: dict[str, StateDict] = {}
     for path, leaf in leaves:
         parts = str(path[0]).split(".")
         for length in range(1, len(parts)):
@@ -411,8 +411,8 @@ def _by_name(
                 break
         else:
             name, _, key = str(path[0]).rpartition(".")
-        found.setdefault(name, {})[key] = values[leaf.key]
-    return found
+        states.setdefault(name, {})[key] = values[leaf.key]
+    return states
 
 
 def _hyperparameters(fields: StateDict) -> StateDict:
@@ -420,13 +420,13 @@ def _hyperparameters(fields: StateDict) -> StateDict:
 
 
 def _groups_by_name(
-    held: Mapping[str, StateDict], state: Mapping[str, StateDict], live: Manifest
+    saved_fields: Mapping[str, StateDict], state: Mapping[str, StateDict], live: Manifest
 ) -> list[StateDict]:
     """Return the live groups with the saved hyperparameters of their members."""
     canonical = {n: p.name for p in live.parameters for n in (p.name, *p.aliases)}
     index_of = {name: index for index, g in enumerate(live.groups) for name in g.names}
     groups: list[StateDict] = [{"params": []} for _ in live.groups]
-    for name, its_fields in held.items():
+    for name, its_fields in saved_fields.items():
         index = index_of.get(canonical.get(name, name))
         if index is None:
             if name in state:  # It was trained when saved, so it must be reported.
@@ -564,20 +564,20 @@ class DcpReader(FullStateReader):
         return bytes_read
 
     def load_tree(self, subtree: Any) -> Any:
-        held = {id(t): t for t in tensors_of(subtree) if id(t) in self._chunks}
-        copies = {key: torch.empty_like(tensor, device="cpu") for key, tensor in held.items()}
+        tensors = {id(t): t for t in tensors_of(subtree) if id(t) in self._chunks}
+        copies = {key: torch.empty_like(tensor, device="cpu") for key, tensor in tensors.items()}
         self.read_into(
             (copies[key].view(-1), StoredRun(tensor, 0, tensor.numel()))
-            for key, tensor in held.items()
+            for key, tensor in tensors.items()
             if tensor.numel()
         )
         return with_copies(subtree, copies)
 
     def _values_of(self, leaves: Sequence[Leaf]) -> dict[str, Any]:
         """Return the values of leaves by their keys."""
-        found: dict[str, Any] = {leaf.key: leaf.tensor for leaf in leaves}
+        tensors: dict[str, Any] = {leaf.key: leaf.tensor for leaf in leaves}
         objects = {leaf.chunks[0]: leaf.key for leaf in leaves if leaf.tensor is None}
-        values: dict[str, Any] = self.load_tree(found)
+        values: dict[str, Any] = self.load_tree(tensors)
         for chunk, section in self._sections(objects):
             file = TorchFile(section, self._policy)
             values[objects[chunk]] = file.load_tree(file.tree)
@@ -648,20 +648,20 @@ class DcpReader(FullStateReader):
 
     def _optimizers(self, live: Manifest) -> tuple[list[dict[str, Any]], str]:
         """Return the optimizer's state dict, and the reason if it cannot be used."""
-        found = self._saved_optimizers
-        if AVERAGING in self._full_state.trainer and found:
+        saved = self._saved_optimizers
+        if AVERAGING in self._full_state.trainer and saved:
             why = (
                 "its model is the average of WeightAveraging, but its optimizer state belongs to "
                 f"the trained weights, which it does not contain; {FRESH_OPTIMIZER_HINT}"
             )
             return [{}], why
-        if len(found) > 1:
-            listed = ", ".join(map(format_tree_path, found))
-            why = f"it contains the states of {len(found)} optimizers ({listed})"
+        if len(saved) > 1:
+            listed = ", ".join(map(format_tree_path, saved))
+            why = f"it contains the states of {len(saved)} optimizers ({listed})"
             return [{}], f"{why}; {FRESH_OPTIMIZER_HINT}"
-        if not found or not live.groups:
-            return [{} for _ in found], ""
-        leaves = next(iter(found.values()))
+        if not saved or not live.groups:
+            return [{} for _ in saved], ""
+        leaves = next(iter(saved.values()))
         try:
             values = self._values_of_optimizer(leaves)
             if not leaves.flattened:
@@ -718,11 +718,11 @@ class DcpReader(FullStateReader):
             )
             raise UnsupportedError(msg)
         values = self._values_of(rest)
-        found: dict[str, Any] = {}
+        tree: dict[str, Any] = {}
         for leaf in rest:
-            node = found
+            node = tree
             for part in leaf.path[:-1]:
                 node = node.setdefault(str(part), {})
             node[str(leaf.path[-1])] = values[leaf.key]
         trainer = self._full_state.trainer
-        return {**found, **(self.files.load(TRAINER_STATE, dict(trainer)) if trainer else {})}
+        return {**tree, **(self.files.load(TRAINER_STATE, dict(trainer)) if trainer else {})}

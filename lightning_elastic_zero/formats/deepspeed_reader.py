@@ -221,14 +221,14 @@ class ModelFile:
     def load_shared(self, loss_scaler: Mapping[str, Plain]) -> SharedState:
         """Return buffers, and the state that Lightning or the user saved."""
         tree = self._files.tree(self.name)
-        held = {
+        entries = {
             "buffers": {name: tree["module"][name] for name in self.buffers},
             "client_state": {k: value for k, value in tree.items() if k not in ENGINE_KEYS},
             # Only of a scheduler that the engine steps.
             "lr_scheduler": tree.get("lr_scheduler") or None,
             "extra_states": {n: s for n, s in _module_of(tree).items() if is_extra_state(n)},
         }
-        return SharedState(loss_scaler=loss_scaler, **self._files.load(self.name, held))
+        return SharedState(loss_scaler=loss_scaler, **self._files.load(self.name, entries))
 
 
 def _module_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -303,13 +303,13 @@ class TagReader(CheckpointReader):
             return [self._folder.model]
         return [partitioned_model_name(rank) for rank in range(self._first.world_size)]
 
-    def _check_number(self, found: int) -> None:
+    def _check_number(self, file_count: int) -> None:
         """Refuse files that name so many ranks that their names would fill the memory."""
-        if self._first.world_size > found + _MOST_MISSING:
+        if self._first.world_size > file_count + _MOST_MISSING:
             msg = (
                 f"{self.files.folder} is incomplete: {self._first.name} is of "
-                f"{self._first.world_size} ranks, and there are files of {found}. Copy all files "
-                "of this tag, or resume from another checkpoint"
+                f"{self._first.world_size} ranks, and there are files of {file_count}. Copy all "
+                "files of this tag, or resume from another checkpoint"
             )
             raise CheckpointCorruptedError(msg)
 
@@ -403,12 +403,12 @@ class TagReader(CheckpointReader):
 
         Only for ZeRO-3: below, masters are compared with the weights in the model file.
         """
-        found = self._step_difference(steps, shard)
-        if stage != STAGE_WEIGHTS or not found:
+        difference = self._step_difference(steps, shard)
+        if stage != STAGE_WEIGHTS or not difference:
             return ""
         return (
-            f"{found}. Resume from another checkpoint. If the optimizer was reset during the run, "
-            "pass load_optimizer_state=False"
+            f"{difference}. Resume from another checkpoint. If the optimizer was reset during the "
+            "run, pass load_optimizer_state=False"
         )
 
     def _step_difference(self, steps: Sequence[int], shard: str) -> str:
@@ -440,10 +440,10 @@ class ZeroReader(TagReader):
         first = self._first
         # The shards of the model file's precision.
         wanted = ("bf16_", "") if first.dtype == torch.bfloat16 else ("", "fp16_")
-        found = [prefix for prefix in wanted if prefix in self._folder.optimizer]
-        if not found:
+        prefixes = [prefix for prefix in wanted if prefix in self._folder.optimizer]
+        if not prefixes:
             self._refuse_missing([optimizer_name(0, wanted[0])])
-        self._prefix = found[0]
+        self._prefix = prefixes[0]
         self._shard_names = self._folder.optimizer[self._prefix]
         self._check_number(len(self._shard_names))
         self._shards = ZeroShardSet(
@@ -590,28 +590,28 @@ class UniversalReader(TagReader):
     def _find_keys(self) -> Mapping[str, tuple[str, ...]]:
         """Return the states of each parameter that have a file."""
         root = self.files.folder / "zero"
-        found = {}
+        stored = {}
         for name in self._flat_of:
-            found[name] = {path.stem for path in (root / name).glob("*.pt")}
+            stored[name] = {path.stem for path in (root / name).glob("*.pt")}
             self.files.progress.check()
-        wanted = self._wanted_keys(found)
-        missing = [self._file(n, k) for n in found for k in sorted(wanted[n] - found[n])]
+        wanted = self._wanted_keys(stored)
+        missing = [self._file(n, k) for n in stored for k in sorted(wanted[n] - stored[n])]
         if missing:
             self._refuse_missing(missing)
-        return {name: tuple(sorted(keys - {MASTER})) for name, keys in found.items()}
+        return {name: tuple(sorted(keys - {MASTER})) for name, keys in stored.items()}
 
-    def _wanted_keys(self, found: Mapping[str, set[str]]) -> Mapping[str, set[str]]:
+    def _wanted_keys(self, stored: Mapping[str, set[str]]) -> Mapping[str, set[str]]:
         """Return the required states of each parameter: those listed, or those of its group.
 
         Empty parameters may lack steps. Groups with some of Adam's states have all of them.
         """
         if listed := [name.split("/") for name in self._listed if "/" in name]:
-            wanted: dict[str, set[str]] = {name: {MASTER} for name in found}
+            wanted: dict[str, set[str]] = {name: {MASTER} for name in stored}
             for _, name, file in listed:
                 wanted.setdefault(name, set()).add(file.removesuffix(".pt"))
             return wanted
         of_group: dict[int, set[str]] = {group: {MASTER} for group in self._group_of}
-        for name, keys in found.items():
+        for name, keys in stored.items():
             if self._numel_of[name]:
                 of_group[self._group_of[self._flat_of[name]]] |= keys
         of_adam = {key for keys in of_group.values() for key in keys & {*ADAM_MOMENTS, STEP}}
@@ -663,8 +663,8 @@ class UniversalReader(TagReader):
             scalars = {k: v for k, v in state.items() if not is_vector(v)}
             return self.files.load(OPTIMIZER_STATE, scalars)
         # Many conversions write no step for an empty parameter.
-        held = self._first_held([flat]) if self._numels[flat] else ""
-        name = next((n for n in (held, *self._numels[flat]) if STEP in self._keys.get(n, ())), "")
+        first = self._first_held([flat]) if self._numels[flat] else ""
+        name = next((n for n in (first, *self._numels[flat]) if STEP in self._keys.get(n, ())), "")
         return {STEP: self._step(name)} if name else {}
 
     def _step(self, name: str) -> Scalar:
@@ -683,9 +683,9 @@ class UniversalReader(TagReader):
         tensor = tree["param"] if isinstance(tree, Mapping) else tree
         numel = self._numel_of[name]
         if not isinstance(tensor, torch.Tensor) or tensor.numel() != numel:
-            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
+            what = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
             msg = (
-                f"{self.files.folder / file} has {found}, but {name} has {numel} elements: it "
+                f"{self.files.folder / file} has {what}, but {name} has {numel} elements: it "
                 "was converted from a run with tensor parallelism, or belongs to another run. "
                 "Convert the checkpoint again"
             )
@@ -721,8 +721,8 @@ class UniversalReader(TagReader):
     def verify(self, rank: int, world_size: int, progress: Progress) -> list[str]:
         without = super().verify(rank, world_size, progress)
         if self._rank_0:
-            held = zero_layout(STAGE_WEIGHTS, self._rank_0.buffers, self._first.world_size)
-            for fragment in list(held.on_rank(0))[rank::world_size]:
+            layout = zero_layout(STAGE_WEIGHTS, self._rank_0.buffers, self._first.world_size)
+            for fragment in list(layout.on_rank(0))[rank::world_size]:
                 for key in (WEIGHT, *self._keys[fragment.name]):
                     self._compare_with_rank_0(self._rank_0, fragment, key, progress)
         return without
@@ -742,9 +742,9 @@ class UniversalReader(TagReader):
             stored = shards.locate(key, transfer)
             shard = read_run((self.files.get(OPTIMIZER_STATE), stored))
             file = self._file(at.name, key)
-            found = read_run((self.files.get(file), StoredRun(tensor, start, stop)))
+            values = read_run((self.files.get(file), StoredRun(tensor, start, stop)))
             progress.check()
-            if found.dtype != shard.dtype or not same_bits(found, shard):
+            if values.dtype != shard.dtype or not same_bits(values, shard):
                 msg = (
                     f"{self.files.folder}: {file} does not begin with the values of rank 0's shard "
                     f"in {OPTIMIZER_STATE}: the files are of two conversions, for example because "
@@ -765,8 +765,8 @@ class UniversalReader(TagReader):
 
     @cached_property
     def _steps(self) -> list[int]:
-        found = (self._scalar_values(i).get(STEP) for i in range(len(self._numels)))
-        return [int(step) for step in found if step is not None]
+        steps = (self._scalar_values(i).get(STEP) for i in range(len(self._numels)))
+        return [int(step) for step in steps if step is not None]
 
     def layout_of(self, manifest: Manifest) -> Layout:
         """Return the layout: each parameter whole, in a separate file."""

@@ -166,15 +166,15 @@ def shard_metadata(shard: Shard, where: str) -> ShardMetadata:
 
 def _describe_differences(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     """Describe hyperparameters that differ from those of rank 0; empty if there are none."""
-    found = [
+    differences = [
         f"{key} of parameter group {index} is {value} on rank 0, {group[key]} on rank {rank}"
         for rank, groups in enumerate(by_rank)
         for index, group in enumerate(groups)
         for key, value in sorted(by_rank[0][index].items())
         if group[key] != value
     ]
-    more = [f"{len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
-    return "; ".join(found[:MAX_SHOWN] + more)
+    more = [f"{len(differences) - MAX_SHOWN} more"] if len(differences) > MAX_SHOWN else []
+    return "; ".join(differences[:MAX_SHOWN] + more)
 
 
 class ZeroShardSet:
@@ -238,8 +238,8 @@ class ZeroShardSet:
             )
             raise UnsupportedError(msg)
         if self.stage == STAGE_WEIGHTS:
-            held = sum(piece_numel(n, self.world_size) for n in numels)
-            if flat != held:
+            expected = sum(piece_numel(n, self.world_size) for n in numels)
+            if flat != expected:
                 self._refuse_numel(0, index, flat)
             return FlatBuffer(group, names, numels)
         recorded = first.get("param_alignment_paddings") or ()
@@ -318,14 +318,14 @@ class ZeroShardSet:
     def regroup(self, group_of: Mapping[str, int]) -> None:
         """Use the live model's groups, if the shards do not record them."""
         groups = [{group_of.get(n, 0) for n in names} or {0} for names in self._numels]
-        if mixed := [i for i, found in enumerate(groups) if len(found) > 1]:
+        if mixed := [i for i, of_names in enumerate(groups) if len(of_names) > 1]:
             msg = (
                 f"{self._where}: sub-group {mixed[0]} has parameters of the groups "
                 f"{sorted(groups[mixed[0]])} of this model: it was saved with other parameter "
                 "groups. Configure the saved groups, or pass load_optimizer_state=False"
             )
             raise CheckpointMismatchError(msg)
-        self.group_of = tuple(found.pop() for found in groups)
+        self.group_of = tuple(of_names.pop() for of_names in groups)
         first = self._shard(0)
         self._check_states_of_groups(first)
         self.buffers = tuple(self._buffer(first, i) for i in range(len(self._numels)))
@@ -387,8 +387,8 @@ class ZeroShardSet:
                 f"not record; {FRESH_OPTIMIZER_HINT}"
             )
         states = first.get(OPTIMIZER if self.stage == STAGE_WEIGHTS else STATES)
-        held = states.get("state", {}) if isinstance(states, Mapping) else {}
-        if surplus := [repr(key) for key in held if not isinstance(key, int)]:
+        entries = states.get("state", {}) if isinstance(states, Mapping) else {}
+        if surplus := [repr(key) for key in entries if not isinstance(key, int)]:
             return (
                 f"its optimizer has state that belongs to no parameter (keys {', '.join(surplus)}),"
                 " which is only restored from checkpoints of this library; "
@@ -427,10 +427,10 @@ class ZeroShardSet:
         """
         states = [self._state(self._shard(0), i) for i, b in enumerate(self.buffers) if b.names]
         of_adam = [state for state in states if "exp_avg" in state]
-        held = [state["step"] for state in of_adam if "step" in state]
-        if of_adam and not held:
-            held = [group["step"] for group in self._hyperparameters(0) if "step" in group]
-        return [int(step) for step in self._load(0, held)]
+        counts = [state["step"] for state in of_adam if "step" in state]
+        if of_adam and not counts:
+            counts = [group["step"] for group in self._hyperparameters(0) if "step" in group]
+        return [int(step) for step in self._load(0, counts)]
 
     # -- consistency of the shards ---------------------------------------------------------------
 
@@ -467,17 +467,17 @@ class ZeroShardSet:
 
     def _check(self, rank: int, names: list[list[str]], first_names: list[list[str]]) -> None:
         shard, first = self._shard(rank), self._shard(0)
-        own, wanted = (shard_metadata(each, self._where) for each in (shard, first))
-        for what, mine, theirs in (
-            ("ZeRO stage", own.stage, wanted.stage),
-            ("wrapper", own.engine, wanted.engine),
+        metadata, wanted = (shard_metadata(each, self._where) for each in (shard, first))
+        for what, ours, theirs in (
+            ("ZeRO stage", metadata.stage, wanted.stage),
+            ("wrapper", metadata.engine, wanted.engine),
             ("DeepSpeed version", shard.get("ds_version"), first.get("ds_version")),
-            ("number of ranks", own.world_size, wanted.world_size),
-            ("number of flat buffers", len(own.flats), len(self.buffers)),
+            ("number of ranks", metadata.world_size, wanted.world_size),
+            ("number of flat buffers", len(metadata.flats), len(self.buffers)),
             ("parameter groups", names, first_names),
         ):
-            self._check_same(rank, what, mine, theirs)
-        for index, flat in enumerate(own.flats):
+            self._check_same(rank, what, ours, theirs)
+        for index, flat in enumerate(metadata.flats):
             if flat.numel() not in self._possible(rank, index):
                 self._refuse_numel(rank, index, flat.numel())
             state = self._state(shard, index)
@@ -509,14 +509,14 @@ class ZeroShardSet:
         for key, value in state.items() if self._is_by_parameter else ():
             if not is_lean(value):
                 continue
-            held = [tensor.numel() for tensor in value]
+            sizes = [tensor.numel() for tensor in value]
             starts = [(n, piece_start(n, self.world_size, rank)) for n in numels]
             parts = [max(0, min(piece_numel(n, self.world_size), n - at)) for n, at in starts]
-            if len(held) != len(parts) or any(
-                h < part for h, part in zip(held, parts, strict=True)
+            if len(sizes) != len(parts) or any(
+                h < part for h, part in zip(sizes, parts, strict=True)
             ):
                 self._refuse(
-                    f"{self._name(rank)} has tensors of {held} elements for the state {key!r} of "
+                    f"{self._name(rank)} has tensors of {sizes} elements for the state {key!r} of "
                     f"sub-group {index}, expected {parts}: the files are of different runs, or "
                     "damaged"
                 )

@@ -132,9 +132,9 @@ def read_table(folder: Path) -> DumpsTable:
     path = folder / TABLE_NAME
     try:
         content = load_json(read_file(path))
-        found = content["format"], content["format_version"]
-        if found != (FORMAT, FORMAT_VERSION):
-            msg = f"format and version are {found}, expected {(FORMAT, FORMAT_VERSION)}"
+        version = content["format"], content["format_version"]
+        if version != (FORMAT, FORMAT_VERSION):
+            msg = f"format and version are {version}, expected {(FORMAT, FORMAT_VERSION)}"
             raise ValueError(msg)  # noqa: TRY301 (one message for every cause)
         return from_json(DumpsTable, content)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -227,11 +227,11 @@ class DumpsReader(CheckpointReader):
         weights = state_dict_in(self.files, self._model)
         path = self.files.folder / self._model
         names = self._names.get(name, (name,))
-        found = next((weights[each] for each in names if each in weights), None)
-        if not isinstance(found, torch.Tensor):
+        tensor = next((weights[each] for each in names if each in weights), None)
+        if not isinstance(tensor, torch.Tensor):
             msg = f"{path} lacks {name}: it was replaced. Call describe_dumps again"
             raise CheckpointFormatError(msg)
-        return found
+        return tensor
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         return self._shards.scalars(at)
@@ -252,9 +252,9 @@ def state_dict_in(files: ForeignFiles, name: str) -> Mapping[str, Any]:
     tree = files.tree(name)
     if isinstance(tree, Mapping):
         inside = (tree.get(key) for key in WEIGHTS_UNDER)
-        found = next((part for part in inside if isinstance(part, Mapping)), tree)
-        if any(isinstance(value, torch.Tensor) for value in found.values()):
-            return found
+        state_dict = next((part for part in inside if isinstance(part, Mapping)), tree)
+        if any(isinstance(value, torch.Tensor) for value in state_dict.values()):
+            return state_dict
     msg = (
         f"{files.folder / name} contains no state dict, neither as a whole nor under one of the "
         f"keys {', '.join(WEIGHTS_UNDER)}. Pass the file with model.state_dict()"
@@ -407,18 +407,18 @@ def _check_architecture(
 ) -> None:
     """Compare the shapes of parameters, by all their names, with the model file."""
     shapes = {n: shape for names, shape in parameters.items() for n in names}
-    found = {n: tuple(t.shape) for n, t in weights.items() if isinstance(t, torch.Tensor)}
+    saved_shapes = {n: tuple(t.shape) for n, t in weights.items() if isinstance(t, torch.Tensor)}
     different = {
         "parameters missing from the file": [
-            names[0] for names in parameters if not found.keys() & {*names}
+            names[0] for names in parameters if not saved_shapes.keys() & {*names}
         ],
         "in the file, but not in the model": [
-            n for n in found if n not in shapes and n not in buffers
+            n for n in saved_shapes if n not in shapes and n not in buffers
         ],
         "different shapes": [
-            f"{n} (saved {found[n]}, here {shape})"
+            f"{n} (saved {saved_shapes[n]}, here {shape})"
             for n, shape in shapes.items()
-            if found.get(n, shape) != shape
+            if saved_shapes.get(n, shape) != shape
         ],
     }
     lines = [f"\n  - {what}: {format_names(n, 20)}" for what, n in different.items() if n]
@@ -459,7 +459,7 @@ def _orders(
     trained: list[str],
 ) -> list[Order]:
     """Return the order of the parameters, and that which ``round_robin_gradients`` makes of it."""
-    first, held = shards[0], _group_numels(shards)
+    first, group_numels = shards[0], _group_numels(shards)
 
     def numels(order: Order) -> list[int]:
         return [sum(_numel_in_flat(first, rows[n]) for n in names) for names in order]
@@ -471,18 +471,18 @@ def _orders(
     ]
     base: Order
     if groups is not None:
-        base = _checked_groups(groups, rows, len(held))
-    elif all(n in rows for names in listed for n in names) and numels(listed) == held:
+        base = _checked_groups(groups, rows, len(group_numels))
+    elif all(n in rows for names in listed for n in names) and numels(listed) == group_numels:
         base = listed
-    elif len(held) == 1:
+    elif len(group_numels) == 1:
         base = [trained]
     else:
         msg = (
-            f"{folder}: the dumps do not name the parameters of their {len(held)} parameter "
-            f"groups. {GROUPS_HINT}"
+            f"{folder}: the dumps do not name the parameters of their {len(group_numels)} "
+            f"parameter groups. {GROUPS_HINT}"
         )
         raise CheckpointMismatchError(msg)
-    for index, (numel, wanted) in enumerate(zip(held, numels(base), strict=True)):
+    for index, (numel, wanted) in enumerate(zip(group_numels, numels(base), strict=True)):
         if numel != wanted:
             each = " on each rank" if first.stage == STAGE_WEIGHTS else ""
             msg = (
@@ -506,9 +506,9 @@ def _numel_in_flat(first: ShardMetadata, row: Parameter) -> int:
 def _group_numels(shards: Sequence[ShardMetadata]) -> list[int]:
     """Return the elements of each parameter group without padding: in ZeRO-3, on each rank."""
     first = shards[0]
-    found = dict.fromkeys(sorted(set(first.groups)), 0)
+    numels = dict.fromkeys(sorted(set(first.groups)), 0)
     for index, (flat, group) in enumerate(zip(first.flats, first.groups, strict=True)):
-        found[group] += flat.numel()
+        numels[group] += flat.numel()
         if first.stage == STAGE_WEIGHTS:
             continue
         # BF16_Optimizer does not remove the padding from the masters. Each rank, or the last one
@@ -516,8 +516,8 @@ def _group_numels(shards: Sequence[ShardMetadata]) -> list[int]:
         cut = 0 if first.engine == BF16 else first.tail_paddings[index]
         padding = sum(o.tail_paddings[index] for o in shards)
         padding += sum(first.paddings[index]) if first.paddings else 0
-        found[group] = (flat.numel() + cut) * len(shards) - padding
-    return list(found.values())
+        numels[group] = (flat.numel() + cut) * len(shards) - padding
+    return list(numels.values())
 
 
 def _checked_groups(groups: Order, rows: Rows, count: int) -> Order:
@@ -526,15 +526,15 @@ def _checked_groups(groups: Order, rows: Rows, count: int) -> Order:
     if unknown := [n for names in groups for n in names if n not in first]:
         msg = f"groups= names parameters that the model does not have: {format_names(unknown)}"
         raise CheckpointMismatchError(msg)
-    found = [[first[n] for n in names if 0 not in rows[first[n]].shape] for names in groups]
-    every = [n for names in found for n in names]
+    order = [[first[n] for n in names if 0 not in rows[first[n]].shape] for names in groups]
+    every = [n for names in order for n in names]
     if twice := sorted({n for n in every if every.count(n) > 1}):
         msg = f"groups= names parameters twice: {format_names(twice)}"
         raise CheckpointMismatchError(msg)
     if len(groups) != count:
         msg = f"groups= has {len(groups)} parameter groups, the dumps have {count}"
         raise CheckpointMismatchError(msg)
-    return found
+    return order
 
 
 def _flat_buffers(
@@ -542,7 +542,7 @@ def _flat_buffers(
 ) -> tuple[FlatBuffer, ...]:
     """Distribute the parameters of each group over its flat buffers: in ZeRO-3, its sub-groups."""
     left = {g: list(names)[::-1] for g, names in zip(sorted(set(first.groups)), order, strict=True)}
-    found: list[FlatBuffer] = []
+    buffers: list[FlatBuffer] = []
     for flat, group in zip(first.flats, first.groups, strict=True):
         names = left[group][::-1]
         if first.stage == STAGE_WEIGHTS:
@@ -552,12 +552,12 @@ def _flat_buffers(
                 room -= _numel_in_flat(first, rows[names[-1]])
             if room:
                 msg = (
-                    f"{folder}: in this order, the parameters do not fill sub-group {len(found)} "
+                    f"{folder}: in this order, the parameters do not fill sub-group {len(buffers)} "
                     f"of the dumps ({flat.numel():,} master weights on each rank). {GROUPS_HINT}"
                 )
                 raise CheckpointMismatchError(msg)
-        found.append(FlatBuffer(group, tuple(names), tuple(rows[name].numel for name in names)))
-    return tuple(found)
+        buffers.append(FlatBuffer(group, tuple(names), tuple(rows[name].numel for name in names)))
+    return tuple(buffers)
 
 
 def _mismatches(reader: DumpsReader) -> Iterator[Fragment]:

@@ -202,13 +202,13 @@ class ElasticReader(CheckpointReader):
             client = join_objects(client, self._objects())
         extra = client.pop(EXTRA_STATES, {})
         client.pop(OPTIMIZER_STATE, None)
-        own: dict[str, Any] = {}
+        rank_state: dict[str, Any] = {}
         if world_size == self.manifest.world_size:
-            buffers, own = self._own_state(rank)
+            buffers, rank_state = self._own_state(rank)
             module.update(buffers)
-            extra = own.pop(EXTRA_STATES, extra)
+            extra = rank_state.pop(EXTRA_STATES, extra)
         return SharedState(
-            module, client, loss_scaler, lr_scheduler, extra_states=extra, rank_state=own
+            module, client, loss_scaler, lr_scheduler, extra_states=extra, rank_state=rank_state
         )
 
     def _own_state(self, rank: int) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
@@ -230,14 +230,14 @@ class ElasticReader(CheckpointReader):
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         file = self._model_file()
-        held = file.tree["module"]
-        if missing := [n for n in self.manifest.module_buffers if n not in held]:
+        module = file.tree["module"]
+        if missing := [n for n in self.manifest.module_buffers if n not in module]:
             msg = (
                 f"{file.path} lacks the buffer {missing[0]}, which the manifest lists: they are "
                 "not of one save. Resume from another checkpoint"
             )
             raise CheckpointFormatError(msg)
-        return file.load_tree({n: held[n] for n in self.manifest.module_buffers})
+        return file.load_tree({n: module[n] for n in self.manifest.module_buffers})
 
     def trainer_entry(self, name: str) -> object:
         """Return an entry of the trainer's state that the manifest records: the epoch."""
@@ -275,11 +275,11 @@ class ElasticReader(CheckpointReader):
         stamp = file.tree.get(OURS, {}) if isinstance(file.tree, dict) else {}
         wanted = self.manifest.save_id, self.manifest.progress.global_steps
         # Files from before the first release do not record the step.
-        held = stamp.get("save_id"), stamp.get("global_steps", wanted[1])
-        if held != wanted:
+        stamped = stamp.get("save_id"), stamp.get("global_steps", wanted[1])
+        if stamped != wanted:
             msg = (
-                f"{self.files.folder / name} belongs to save {held[0]!r} of step {held[1]}, the "
-                f"manifest to save {wanted[0]!r} of step {wanted[1]}: files of two checkpoints "
+                f"{self.files.folder / name} belongs to save {stamped[0]!r} of step {stamped[1]}, "
+                f"the manifest to save {wanted[0]!r} of step {wanted[1]}: files of two checkpoints "
                 "were mixed. Resume from another checkpoint"
             )
             raise CheckpointCorruptedError(msg)
@@ -287,10 +287,10 @@ class ElasticReader(CheckpointReader):
             self._check_fragments(file, stamp)
 
     def _check_fragments(self, file: TorchFile, stamp: Mapping[str, Any]) -> None:
-        held: list[dict[str, list[int]]] = [{} for _ in self.manifest.buffers]
+        fragments: list[dict[str, list[int]]] = [{} for _ in self.manifest.buffers]
         for fragment in self._layout.on_rank(stamp["rank"]):
-            held[fragment.buffer][fragment.name] = [fragment.start, fragment.stop]
-        if stamp["fragments"] != held:
+            fragments[fragment.buffer][fragment.name] = [fragment.start, fragment.stop]
+        if stamp["fragments"] != fragments:
             msg = (
                 f"{file.path} contains other elements than the manifest lists for rank "
                 f"{stamp['rank']}: one of them was modified. Resume from another checkpoint"

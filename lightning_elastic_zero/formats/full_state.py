@@ -212,11 +212,11 @@ class _IdInterpretations:
                 f"{format_names(differ)}"
             )
         saved = ", ".join(str(len(group["params"])) for group in self.groups)
-        here = ", ".join(str(len(group.names)) for group in self.live.groups)
+        live_counts = ", ".join(str(len(group.names)) for group in self.live.groups)
         stateless = sum(key not in self.states for key in ids)
         msg = (
             f"the optimizer state is stored by position, in groups of {saved} parameters "
-            f"({stateless} of them without state). This run has groups of {here} trained "
+            f"({stateless} of them without state). This run has groups of {live_counts} trained "
             f"parameters and {len(self.live.frozen)} frozen ones, and no order matches the shapes: "
             f"configure the groups of the saved run, or {FRESH_OPTIMIZER_HINT}"
         )
@@ -242,10 +242,12 @@ class _IdInterpretations:
         If the order of the model has changed, the optimizer's may have as well.
         """
         ids = [key for group in self.groups for key in group["params"]]
-        here = [p.name for p in self.live.parameters]
+        live_names = [p.name for p in self.live.parameters]
         in_file = [name for name in self.order if name in self.shapes]
         known = set(in_file)
-        return ids == list(range(len(ids))) and in_file == [name for name in here if name in known]
+        return ids == list(range(len(ids))) and in_file == [
+            name for name in live_names if name in known
+        ]
 
     def _fits(self, table: Table) -> bool:
         """Whether a meaning matches the live groups and the shapes of their members."""
@@ -433,8 +435,8 @@ def bind(full_state: FullState, live: Manifest) -> BoundState:
     if not full_state.ordered:
         order = [p.name for p in live.parameters if p.name in order]
     named, why = _named_states(full_state, live, canonical, order)
-    held = full_state.weights.keys() - set(buffers)
-    aliases = {p.name: tuple(n for n in p.aliases if n in held) for p in live.parameters}
+    weight_names = full_state.weights.keys() - set(buffers)
+    aliases = {p.name: tuple(n for n in p.aliases if n in weight_names) for p in live.parameters}
     manifest = _manifest(full_state, weight_of, buffers, named.groups, aliases)
     return BoundState(
         manifest, weight_of, named.states, tuple(ties), full_state.info.unmatched or why
@@ -511,8 +513,8 @@ def _manifest(
         )
         for name, saved in weight_of.items()
     )
-    held = {p.name for p in parameters}
-    groups = tuple(replace(g, names=tuple(n for n in g.names if n in held)) for g in groups)
+    names = {p.name for p in parameters}
+    groups = tuple(replace(g, names=tuple(n for n in g.names if n in names)) for g in groups)
     step = full_state.trainer.get("global_step")
     version = full_state.trainer.get("pytorch-lightning_version")
     dtype = _dtype_of([p for p in parameters if p.group is not None] or parameters)
@@ -673,8 +675,8 @@ class FullStateReader(CheckpointReader):
         )
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
-        held = {name: self._full_state.weights[name] for name in self.manifest.module_buffers}
-        return self._tensors.load_tree(held)
+        buffers = {name: self._full_state.weights[name] for name in self.manifest.module_buffers}
+        return self._tensors.load_tree(buffers)
 
     @abstractmethod
     def load_client_state(self) -> dict[str, Any]:
@@ -729,8 +731,8 @@ class SingleFileReader(FullStateReader):
         if len(optimizers) != 1 or not by_position(optimizers[0]):
             return None
         state = optimizers[0]["state"]
-        held = {key: value for key, value in state.items() if not isinstance(key, int)}
-        return self._file.load_tree(held)
+        entries = {key: value for key, value in state.items() if not isinstance(key, int)}
+        return self._file.load_tree(entries)
 
 
 def is_unpartitioned(tree: object) -> bool:
