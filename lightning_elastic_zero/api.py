@@ -176,13 +176,13 @@ def save_checkpoint(
         module_weights=check_flag("save_module_weights", save_module_weights),
     )
     client = check_client_state("client_state", client_state)
-    own = check_client_state("rank_state", rank_state)
+    of_rank = check_client_state("rank_state", rank_state)
     copies = check_count("node_copies", node_copies, least=1, unit="nodes")
     live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("save", live, path, times)) as ranks:
         join_folder_of(path, ranks, copies)
         warn_of_open_window(live, path, ranks)
-        return save_engine(SaveRequest(live, path, client, options, own), ranks)
+        return save_engine(SaveRequest(live, path, client, options, of_rank), ranks)
 
 
 def load_checkpoint(

@@ -36,7 +36,7 @@ def warn_of_unsaved(module: torch.nn.Module, examined: set[tuple[str, type]]) ->
 
     DeepSpeed's own save contains them. Here they have no place: no rule says how ranks share them.
     """
-    base, found = torch.nn.Module._save_to_state_dict, list[str]()  # noqa: SLF001 (torch's)
+    base, unsaved = torch.nn.Module._save_to_state_dict, list[str]()  # noqa: SLF001 (torch's)
     for name, part in module.named_modules():
         place = name, type(part)
         if type(part)._save_to_state_dict is not base and place not in examined:  # noqa: SLF001 (torch's)
@@ -45,13 +45,13 @@ def warn_of_unsaved(module: torch.nn.Module, examined: set[tuple[str, type]]) ->
             part._save_to_state_dict(entries, "", keep_vars=True)  # noqa: SLF001 (torch's)
             known = {n for n, _ in part.named_parameters(recurse=False, remove_duplicate=False)}
             known.update(n for n, _ in part.named_buffers(recurse=False, remove_duplicate=False))
-            found += [f"{name}.{key}" for key in entries if key not in {*known, EXTRA_STATE}]
-    if found:
+            unsaved += [f"{name}.{key}" for key in entries if key not in {*known, EXTRA_STATE}]
+    if unsaved:
         log.warning(
             "not saved: %s; these entries of state_dict are neither parameters nor buffers. Make "
             "them buffers, return them from get_extra_state, or create them as in this run before "
             "a load",
-            format_names(found),
+            format_names(unsaved),
         )
 
 
@@ -71,31 +71,31 @@ def restore_extra_states(
     """
     base = torch.nn.Module.set_extra_state
     takes = {n: m for n, m in _named(module).items() if type(m).set_extra_state is not base}
-    here = {unwrapped(name): part for name, part in takes.items()}
-    found = {unwrapped(name): state for name, state in saved.items()}
-    missing = [name for name in takes if unwrapped(name) not in found]
+    accepting = {unwrapped(name): part for name, part in takes.items()}
+    saved_states = {unwrapped(name): state for name, state in saved.items()}
+    missing = [name for name in takes if unwrapped(name) not in saved_states]
     if warns and missing:
         log.warning(
             "%s has no extra state for these modules, which keep their current one: %s",
             where,
             format_names(missing),
         )
-    surplus = [name for name in found if name not in here]
+    surplus = [name for name in saved_states if name not in accepting]
     if warns and surplus:
         log.warning(
             "%s has extra state that no module accepts through set_extra_state: %s",
             where,
             format_names(surplus),
         )
-    for name in here.keys() & found.keys():
+    for name in accepting.keys() & saved_states.keys():
         try:
-            here[name].set_extra_state(found[name])
+            accepting[name].set_extra_state(saved_states[name])
         except Exception as error:
             msg = (
                 f"{where}: set_extra_state of {name.rpartition('.')[0] or 'the module'} "
-                f"({type(here[name]).__name__}) raised {type(error).__name__}: {error}. Weights "
-                "and optimizer state are already restored: restart with a module that accepts the "
-                "saved state."
+                f"({type(accepting[name]).__name__}) raised {type(error).__name__}: {error}. "
+                "Weights and optimizer state are already restored: restart with a module that "
+                "accepts the saved state."
             )
             raise CheckpointMismatchError(msg) from error
 

@@ -105,9 +105,9 @@ class StoreRanks:
         self._close.atexit = False  # The thread has its own exit hook.
 
     def run_all(self, step: str, work: Callable[[], T]) -> T:
-        own: list[T] = []
-        self._run("run_all", step, lambda: own.append(work()))
-        return own[0]
+        results: list[T] = []
+        self._run("run_all", step, lambda: results.append(work()))
+        return results[0]
 
     def gather(self, step: str, work: Callable[[], J]) -> list[J] | None:
         values = self._run("gather", step, work)
@@ -143,7 +143,7 @@ class StoreRanks:
             raise RanksError(msg)
         step = Step(kind, name)
         try:
-            own = self._do(step, work)
+            cause = self._do(step, work)
         except BaseException as error:
             self._thread.abort_step(step, error)
             raise
@@ -154,29 +154,29 @@ class StoreRanks:
             return step.values
         # If the progress raised the verdict, it is not its own cause. "from None" would hide
         # an error that is being handled, such as the one after which a run saves and ends.
-        if own is None or own is step.failure:
+        if cause is None or cause is step.failure:
             raise step.failure
-        raise step.failure from own
+        raise step.failure from cause
 
     def _do(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
         """Enter a step, run this rank's work and wait for the verdict; return the work's error."""
         self._thread.enter_step(step)
-        own = None
+        failure = None
         if not (step.decided.is_set() or step.reported.is_set()):
-            own = self._work(step, work)
+            failure = self._work(step, work)
         self._thread.wait(step.decided)
-        return own
+        return failure
 
     def _work(self, step: Step, work: Callable[[], object] | None) -> Exception | None:
         try:
             shares_result = step.kind != "run_all" and not (step.kind == "broadcast" and self.rank)
-            own, report = run_work(work, shares_result=shares_result)
+            failure, report = run_work(work, shares_result=shares_result)
         except BaseException as error:
             self._thread.report(step, Report.of_error(error).packed(), failed=True)
             step.reported.wait(LINGER_S)
             raise
-        self._thread.report(step, report, failed=own is not None)
-        return own
+        self._thread.report(step, report, failed=failure is not None)
+        return failure
 
 
 def run_work(

@@ -100,9 +100,9 @@ def format_common_error(error: BaseException) -> str:
     """
     if not isinstance(error, ElasticZeroError) or error.rank is None:
         return ""
-    own = error.__cause__
-    is_expected = own is None or isinstance(own, ElasticZeroError)
-    if not is_expected or error.__context__ not in (None, own):
+    cause = error.__cause__
+    is_expected = cause is None or isinstance(cause, ElasticZeroError)
+    if not is_expected or error.__context__ not in (None, cause):
         return ""
     name, (first, *more) = type(error).__name__, str(error).splitlines() or [""]
     if error.rank:
@@ -114,15 +114,15 @@ def format_common_error(error: BaseException) -> str:
 
 def _gloo_workers() -> dict[str, tuple[str, ...]]:
     """Return the state and the context switches of each worker thread of this process."""
-    found = {}
+    workers = {}
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # The thread has ended.
             lines = (task / "status").read_text().splitlines()
             status = dict(line.split(":\t", 1) for line in lines)
             if status["Name"] == "pt_gloo_runloop":
                 switches = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
-                found[task.name] = (status["State"][0], *(status[key] for key in switches))
-    return found
+                workers[task.name] = (status["State"][0], *(status[key] for key in switches))
+    return workers
 
 
 T = TypeVar("T")

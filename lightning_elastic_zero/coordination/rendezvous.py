@@ -48,8 +48,8 @@ def leave_shared_store(timeout_s: float) -> None:
         msg = f"torchrun's store at {host}:{port} does not answer, its agent has ended: {error}"
         raise RanksError(msg) from error
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    found = agree_on_port(store, rank, world_size, timeout_s)
-    os.environ.update({"MASTER_PORT": str(found), SHARED: str(False)})
+    free_port = agree_on_port(store, rank, world_size, timeout_s)
+    os.environ.update({"MASTER_PORT": str(free_port), SHARED: str(False)})
 
 
 def size_of_process_group() -> int | None:

@@ -225,8 +225,8 @@ class Leader:
         for rank, heartbeat in enumerate(self._heartbeats()):
             if heartbeat is not None and heartbeat.seq == self._seq:
                 places.setdefault(f"{heartbeat.name!r} ({heartbeat.kind})", []).append(rank)
-        found = ", ".join(f"{format_ranks(ranks)} at {place}" for place, ranks in places.items())
-        message = f"every rank must make the same calls in the same order, but found {found}"
+        listed = ", ".join(f"{format_ranks(ranks)} at {place}" for place, ranks in places.items())
+        message = f"every rank must make the same calls in the same order, but found {listed}"
         return Verdict([], "RanksError", message)
 
     def _post(self, verdict: Verdict, *, all_in: bool = False) -> None:
@@ -239,8 +239,8 @@ class Leader:
             message = f"step {self._name!r}: {error}"
             text = Verdict([], "RanksError", message, by_leader=True).packed()
         # The first verdict stands, so that all ranks read the same one.
-        found = self._store.compare_set(f"{self._seq}/verdict", "", text)
-        self._advance(all_in=all_in, by_leader=found == text.encode())
+        verdict_text = self._store.compare_set(f"{self._seq}/verdict", "", text)
+        self._advance(all_in=all_in, by_leader=verdict_text == text.encode())
 
     def _advance(self, *, all_in: bool, by_leader: bool) -> None:
         if not by_leader:  # The ranks have left their reports, which rank 0 might have read.
@@ -311,8 +311,8 @@ def join_session(store: Store, name: str, rank: int, call: str) -> Store:
     while True:
         number = counters.add(f"made/{rank}", 1)
         session = PrefixStore(f"{name}/{number}", store)
-        found = session.compare_set("call", "", f"for {call}").decode()
-        if found == f"for {call}" or not session.check(["failed"]):
+        agreed = session.compare_set("call", "", f"for {call}").decode()
+        if agreed == f"for {call}" or not session.check(["failed"]):
             return session
 
 
@@ -380,12 +380,12 @@ class RankSession:
     def enter_step(self, step: Step) -> None:
         """Number a step, enter it, and find out whether it has failed already."""
         label = pack([step.kind, step.name])
-        found = self._next_label(label)
+        agreed = self._next_label(label)
         step.seq = self._seq
         self._step = step
         self._send_heartbeat("working")
         self._poll_verdict(step)
-        if found != label.encode():
+        if agreed != label.encode():
             self.report(step, Report(error="RanksError", is_mismatch=True).packed(), failed=True)
         step.arrived.set()
 
@@ -393,11 +393,11 @@ class RankSession:
         """Advance to the next step, labelled by its first rank; return the label that it has."""
         while True:
             self._seq += 1
-            found = self.store.compare_set(f"{self._seq}/step", "", label)
-            is_skipped = self._behind and found != label.encode()
+            agreed = self.store.compare_set(f"{self._seq}/step", "", label)
+            is_skipped = self._behind and agreed != label.encode()
             if not (is_skipped and self.store.check([f"{self._seq}/verdict"])):
                 self._behind = False
-                return found
+                return agreed
 
     def abort_step(self, step: Step, why: str) -> None:
         """Fail a step for whose verdict the caller has stopped waiting."""

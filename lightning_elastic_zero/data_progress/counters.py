@@ -109,10 +109,10 @@ def fit_loop_at(fit_loop: Mapping[str, Any], position: Position, *, was: int, no
 def with_loader_states(loops: Mapping[str, Any], states: list[Any]) -> dict[str, Any]:
     """Return all loops' counters with the given states of training loaders instead of others."""
     fit = loops["fit_loop"]
-    own = {key: value for key, value in fit["state_dict"].items() if key != LOADER_STATES}
+    module_state = {key: value for key, value in fit["state_dict"].items() if key != LOADER_STATES}
     if states:
-        own[LOADER_STATES] = states
-    return {**loops, "fit_loop": {**fit, "state_dict": own}}
+        module_state[LOADER_STATES] = states
+    return {**loops, "fit_loop": {**fit, "state_dict": module_state}}
 
 
 def _batches_at(

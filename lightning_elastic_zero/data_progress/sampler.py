@@ -167,8 +167,8 @@ def _seed_generators(sampler: object, seed: int, epoch: int) -> None:
 
 def torch_generators_in(sampler: object) -> list[torch.Generator]:
     """Return torch's generators in a sampler or batch sampler."""
-    found = (generator for _, generator in _generators_in(sampler, "", _DEPTH))
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
+    generators = (generator for _, generator in _generators_in(sampler, "", _DEPTH))
+    return [generator for generator in generators if isinstance(generator, torch.Generator)]
 
 
 def _generators_in(holder: object, path: str, depth: int) -> Iterator[tuple[str, Any]]:

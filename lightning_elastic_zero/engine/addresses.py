@@ -162,9 +162,11 @@ def adapt_buffers(
     buffer of another shape, or without it, and they get the saved buffers without the weights.
     ``undo`` gets the rollback.
     """
-    here = persistent_buffers(module)
+    live_buffers = persistent_buffers(module)
     unlike = [
-        n for n, saved_as in saved.items() if n not in here or here[n].shape != saved_as.shape
+        n
+        for n, saved_as in saved.items()
+        if n not in live_buffers or live_buffers[n].shape != saved_as.shape
     ]
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""
@@ -193,8 +195,8 @@ def _loads_itself(module: torch.nn.Module) -> bool:
 
 
 def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    held = module.named_buffers(recurse=False)
-    return {n: b.clone() for n, b in held if is_writable(b) and not b.is_inference()}
+    buffers = module.named_buffers(recurse=False)
+    return {n: b.clone() for n, b in buffers if is_writable(b) and not b.is_inference()}
 
 
 def _restore_buffers(
@@ -263,17 +265,17 @@ def rank_fragments(
 
 def fragments_by_buffer(layout: Layout, rank: int, count: int) -> tuple[tuple[Fragment, ...], ...]:
     """Return a layout's fragments on a rank for each of ``count`` flat buffers."""
-    found: list[list[Fragment]] = [[] for _ in range(count)]
+    by_buffer: list[list[Fragment]] = [[] for _ in range(count)]
     for fragment in layout.on_rank(rank):
-        found[fragment.buffer].append(fragment)
-    return tuple(map(tuple, found))
+        by_buffer[fragment.buffer].append(fragment)
+    return tuple(map(tuple, by_buffer))
 
 
 def own_slices(
     flats: Sequence[FlatState], rows: Sequence[FlatBuffer], world_size: int, rank: int
 ) -> tuple[FlatState, ...]:
     """Return the part of the replicated state (stage 0) that a rank writes."""
-    held = fragments_by_buffer(zero_layout(0, rows, world_size), rank, len(rows))
+    of_buffers = fragments_by_buffer(zero_layout(0, rows, world_size), rank, len(rows))
     slices = [slice(*row.partition_range(rank)) for row in rows]
     return tuple(
         replace(
@@ -282,7 +284,7 @@ def own_slices(
             master=flat.master[part],
             elementwise={key: values[part] for key, values in flat.elementwise.items()},
         )
-        for flat, fragments, part in zip(flats, held, slices, strict=True)
+        for flat, fragments, part in zip(flats, of_buffers, slices, strict=True)
     )
 
 
@@ -323,18 +325,21 @@ def verify_pieces(parameters: Iterable[Any], rank: int, world_size: int) -> None
     for parameter in parameters:
         if not hasattr(parameter, "ds_tensor"):
             continue
-        held = distributed.get_rank(group=parameter.ds_process_group), parameter.partition_numel()
-        if held != (rank, piece_numel(parameter.ds_numel, world_size)):
+        rank_and_numel = (
+            distributed.get_rank(group=parameter.ds_process_group),
+            parameter.partition_numel(),
+        )
+        if rank_and_numel != (rank, piece_numel(parameter.ds_numel, world_size)):
             _refuse(
                 f"of a parameter of {parameter.ds_numel} elements, rank {rank} of {world_size} has "
-                f"piece {held[0]} with {held[1]} elements"
+                f"piece {rank_and_numel[0]} with {rank_and_numel[1]} elements"
             )
 
 
 def _is_view(parameter: Any, flat: torch.Tensor) -> bool:
-    held = getattr(parameter, "ds_tensor", parameter)
-    there: bool = held.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-    return there
+    piece = getattr(parameter, "ds_tensor", parameter)
+    is_view: bool = piece.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    return is_view
 
 
 def _refuse(what: str) -> NoReturn:

@@ -79,12 +79,12 @@ class SwappedSubGroup:
     def masters(self) -> torch.Tensor:
         return self._mapped(self._files()[0])
 
-    def states(self, held: Mapping[str, Any]) -> dict[str, Any]:
+    def states(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the wrapped optimizer's states with a read-only mapping for each empty tensor."""
         files = {id(file.compute_tensor): file for file in self._files()}
         return {
             key: self._mapped(files[id(value)]) if id(value) in files else value
-            for key, value in held.items()
+            for key, value in state.items()
         }
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
@@ -106,10 +106,10 @@ class SwappedSubGroup:
 
     def _mapped(self, file: Any) -> torch.Tensor:
         path = Path(file.swap_path)
-        found = path.stat().st_size if path.exists() else 0
-        if found < (wanted := self.numel * self.dtype.itemsize):
+        size_bytes = path.stat().st_size if path.exists() else 0
+        if size_bytes < (wanted := self.numel * self.dtype.itemsize):
             msg = (
-                f"{path}: {found} bytes, expected {wanted}. The file was removed or truncated "
+                f"{path}: {size_bytes} bytes, expected {wanted}. The file was removed or truncated "
                 "while this run was using it. Give each run its own folder as "
                 "offload_optimizer.nvme_path, and load the last checkpoint"
             )
@@ -139,8 +139,8 @@ def forget_swapped_states(optimizer: Any) -> None:
 
 def refuse_offloaded(optimizer: Any) -> None:
     """Raise UnsupportedError for a load while states are offloaded."""
-    if found := getattr(optimizer, "offloaded_states", None):
-        names = ", ".join(sorted(state.value for state in found))
+    if offloaded := getattr(optimizer, "offloaded_states", None):
+        names = ", ".join(sorted(state.value for state in offloaded))
         msg = (
             f"engine.offload_states() has moved {names} to the host: call engine.reload_states() "
             "before a load. A save does not need it"
@@ -150,8 +150,8 @@ def refuse_offloaded(optimizer: Any) -> None:
 
 def weights_are_offloaded(optimizer: Any) -> bool:
     """Whether the low-precision weights are offloaded, so not views of a buffer."""
-    found = getattr(optimizer, "offloaded_states", None) or ()
-    return any(state.value == "lp_params" for state in found)
+    offloaded = getattr(optimizer, "offloaded_states", None) or ()
+    return any(state.value == "lp_params" for state in offloaded)
 
 
 def without_copies(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -270,21 +270,21 @@ def parameter_paddings(optimizer: Any, group: int) -> tuple[int, ...]:
     return tuple(paddings[group]) if paddings and any(paddings[group]) else ()
 
 
-def check_names(engine: Any, wrapper: str, found: str) -> Iterator[str]:
+def check_names(engine: Any, wrapper: str, release: str) -> Iterator[str]:
     """Yield a sentence for each object of an engine that lacks names in the installed release.
 
     ``wrapper`` is the class name of its optimizer wrapper; empty without one.
     """
     for title, live in live_objects(engine, wrapper):
-        yield from missing(title, live, found)
+        yield from missing(title, live, release)
 
 
-def missing(title: str, live: object, found: str) -> Iterator[str]:
+def missing(title: str, live: object, release: str) -> Iterator[str]:
     """Yield a sentence if an object of ``NAMES`` lacks names in the installed release."""
     for since, names in NAMES[title].items():
-        if not since or DEEPSPEED.is_at_least(found, since):
+        if not since or DEEPSPEED.is_at_least(release, since):
             lost = missing_names(live, names.split())
-            if sentence := DEEPSPEED.missing_names_message(found, title, lost):
+            if sentence := DEEPSPEED.missing_names_message(release, title, lost):
                 yield sentence
 
 

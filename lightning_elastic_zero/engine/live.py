@@ -219,8 +219,8 @@ class LiveEngine:
     @cached_property
     def _placed(self) -> list[tuple[LiveFlatBuffer, FlatBuffer, tuple[Fragment, ...]]]:
         """Each flat buffer, its layout over all ranks, and its fragments on this rank."""
-        held = rank_fragments(self._stage, self._rows, self._world_size, self._rank)
-        return list(zip(self._buffers, self._rows, held, strict=True))
+        fragments = rank_fragments(self._stage, self._rows, self._world_size, self._rank)
+        return list(zip(self._buffers, self._rows, fragments, strict=True))
 
     def verify_addresses(self, *, fresh: bool) -> None:
         """Raise UnsupportedError if DeepSpeed's weights have other offsets than computed.
@@ -238,7 +238,9 @@ class LiveEngine:
 
         After a fit, ``module.load_state_dict`` or an edit in place changes only the module.
         """
-        flats = (FlatState(held, buffer.values, {}, {}) for buffer, _, held in self._placed)
+        flats = (
+            FlatState(fragments, buffer.values, {}, {}) for buffer, _, fragments in self._placed
+        )
         return not any(flat.weights for flat in self._with_changed_weights(flats))
 
     def _with_changed_weights(self, flats: Iterable[FlatState]) -> Iterator[FlatState]:
@@ -317,7 +319,7 @@ class LiveEngine:
     @cached_property
     def _states(self) -> tuple[tuple[dict[str, torch.Tensor], dict[str, Scalar]], ...]:
         """The element-wise and scalar optimizer states of each flat buffer."""
-        found = tuple(
+        states = tuple(
             # The key of a swapped buffer is empty: its masters have the shape of the states.
             split_state(
                 self._inner,
@@ -326,11 +328,11 @@ class LiveEngine:
             )
             for placed in self._placed
         )
-        if self._stage or not found:  # An evaluation has no optimizer.
-            return found
+        if self._stage or not states:  # An evaluation has no optimizer.
+            return states
         groups = [buffer.group for buffer in self._buffers]
         trained = [any(p.requires_grad for p in buffer.parameters) for buffer in self._buffers]
-        return with_group_steps(self._inner, found, groups, trained)
+        return with_group_steps(self._inner, states, groups, trained)
 
     def _buffer_state(
         self, buffer: LiveFlatBuffer, row: FlatBuffer, fragments: Sequence[Fragment]

@@ -153,8 +153,8 @@ def _loss_scaler(optimizer: Any) -> tuple[str, Any, dict[str, Plain]]:
         fields = {key: getattr(holder, key) for key in SCALE_FIELDS if hasattr(holder, key)}
     else:
         return "", None, {}
-    held = numpy_to_python(dict(fields))
-    return name, holder, {k: v for k, v in held.items() if isinstance(v, (bool, int, float))}
+    plain = numpy_to_python(dict(fields))
+    return name, holder, {k: v for k, v in plain.items() if isinstance(v, (bool, int, float))}
 
 
 def _kind(fields: Mapping[str, object]) -> tuple[bool, bool]:

@@ -134,21 +134,21 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
     parameters = dict(engine.module.named_parameters())
     with deepspeed.zero.GatheredParameters([*parameters.values()]):
         weights = {name: p.detach().cpu().clone() for name, p in parameters.items()}
-    found = {f"buffer {name}": b.cpu().clone() for name, b in engine.module.named_buffers()}
+    state = {f"buffer {name}": b.cpu().clone() for name, b in engine.module.named_buffers()}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
-            found[f"frozen weight {name}"] = weights[name]
+            state[f"frozen weight {name}"] = weights[name]
             continue
-        found[f"master of {name}"] = master = safe_get_full_fp32_param(parameter).cpu()
+        state[f"master of {name}"] = master = safe_get_full_fp32_param(parameter).cpu()
         equal = torch.equal(master.to(weights[name].dtype), weights[name])
-        found[f"weight {name} equals its rounded master"] = torch.tensor(equal)
+        state[f"weight {name} equals its rounded master"] = torch.tensor(equal)
         for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{key} of {name}"] = safe_get_full_optimizer_state(parameter, key).cpu()
+            state[f"{key} of {name}"] = safe_get_full_optimizer_state(parameter, key).cpu()
     steps = {float(s["step"]) for s in inner.state.values() if "step" in s}
-    found["the optimizer's steps"] = torch.tensor(sorted(steps))
+    state["the optimizer's steps"] = torch.tensor(sorted(steps))
     for index, group in enumerate(inner.param_groups):
         values = [group["lr"], *group["betas"], group["eps"], group["weight_decay"]]
-        found[f"hyperparameters of group {index}"] = torch.tensor(values, dtype=torch.float64)
+        state[f"hyperparameters of group {index}"] = torch.tensor(values, dtype=torch.float64)
     counters = [engine.global_steps, engine.skipped_steps]
-    found["steps and skipped steps of the engine"] = torch.tensor(counters)
-    return found
+    state["steps and skipped steps of the engine"] = torch.tensor(counters)
+    return state

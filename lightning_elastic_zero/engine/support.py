@@ -108,11 +108,11 @@ _LOOK_AGAIN_S = 0.5
 
 def unfit_name(section: Mapping[str, Any], stage: object) -> Iterator[str]:
     """Yield the reasons to refuse an optimizer that the DeepSpeed config names, in any case."""
-    found = str(section.get("type", "")).lower()
+    kind = str(section.get("type", "")).lower()
     for name, why in UNFIT_OPTIMIZERS.items():
-        if found == name.lower():
+        if kind == name.lower():
             yield f"the optimizer {name}: {why}"
-    if found == "lamb" and stage != 0:
+    if kind == "lamb" and stage != 0:
         yield f"the optimizer FusedLamb: {NORMS_IN_ZERO}"
 
 
@@ -187,12 +187,12 @@ def optimizer_wrapper(engine: Any) -> str:
 def check_supported(engine: Any) -> None:
     """Raise UnsupportedError with every reason why an engine cannot be saved and resumed."""
     if not hasattr(engine, "optimizer"):
-        found = f"{type(engine).__module__}.{type(engine).__qualname__}"
-        _refuse([f"{found} is not a DeepSpeed engine: pass deepspeed.initialize(...)[0]"])
-    found, wrapper = version_of(DEEPSPEED.package), optimizer_wrapper(engine)
+        name = f"{type(engine).__module__}.{type(engine).__qualname__}"
+        _refuse([f"{name} is not a DeepSpeed engine: pass deepspeed.initialize(...)[0]"])
+    release, wrapper = version_of(DEEPSPEED.package), optimizer_wrapper(engine)
     # The checks below use these names.
-    incompatible = filter(None, [DEEPSPEED.incompatibility(found)])
-    _refuse([*incompatible, *check_names(engine, wrapper, found)])
+    incompatible = filter(None, [DEEPSPEED.incompatibility(release)])
+    _refuse([*incompatible, *check_names(engine, wrapper, release)])
     reasons = [*_parallelism(engine), *_optimizer(engine, wrapper), *_options(engine)]
     _refuse(reasons, trains=bool(wrapper))
 
@@ -269,7 +269,9 @@ def check_optimizer(
     ``check_supported`` checks stage 0. Raises UnsupportedError with every reason.
     """
     groups = [group["params"] for group in optimizer.param_groups]
-    reasons = [*_not_in_module(((i, p) for i, held in enumerate(groups) for p in held), module)]
+    reasons = [
+        *_not_in_module(((i, p) for i, members in enumerate(groups) for p in members), module)
+    ]
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
     reasons += _untrained_groups(groups, stage, is_scheduled=is_scheduled)
     if stage:
@@ -281,17 +283,17 @@ def _untrained_groups(
     groups: Iterable[Sequence[torch.nn.Parameter]], stage: int, *, is_scheduled: bool
 ) -> Iterator[str]:
     """Yield the parameter groups with which DeepSpeed fails without naming them."""
-    for index, held in enumerate(groups):
-        if not held and is_scheduled:
+    for index, members in enumerate(groups):
+        if not members and is_scheduled:
             yield (
                 f"parameter group {index} of the optimizer is empty: DeepSpeed removes it, and the "
                 "learning-rate scheduler then has one rate too many; create groups with parameters "
                 "only"
             )
-        elif held and stage in (1, 2) and not any(p.requires_grad for p in held):
+        elif members and stage in (1, 2) and not any(p.requires_grad for p in members):
             yield (
                 f"parameter group {index} of the optimizer has frozen parameters only "
-                f"({len(held)}), which ZeRO-{stage} does not support; pass only parameters that "
+                f"({len(members)}), which ZeRO-{stage} does not support; pass only parameters that "
                 "require a gradient to the optimizer. To train a group later, use lr=0 until then"
             )
 
@@ -364,8 +366,8 @@ def _optimizer(engine: Any, wrapper: str) -> Iterator[str]:
     offloaded = wrapper == "DeepSpeedZeroOptimizer" and engine.optimizer.cpu_offload
     has_muon = any(group.get("use_muon") for group in inner.param_groups)
     if offloaded and has_muon and not updates_offloaded_momentum(engine.optimizer):
-        found = version_of(DEEPSPEED.package)
-        yield f"Muon with offload_optimizer in ZeRO-1/2 under DeepSpeed {found}: requires 0.19.8"
+        release = version_of(DEEPSPEED.package)
+        yield f"Muon with offload_optimizer in ZeRO-1/2 under DeepSpeed {release}: requires 0.19.8"
     if wrapper != PLAIN:
         yield from _added_later(engine)
     buffers = live_flat_buffers(engine.optimizer, wrapper)
@@ -501,13 +503,13 @@ def _unheld_locks() -> dict[Path, tuple[int, int]]:
 
         python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
         locks = Path(get_default_build_root()).glob(f"{python}_*/*/lock")
-    found = {}
+    identities = {}
     for lock in locks:
         with suppress(OSError):
             status = lock.stat()
             if not _is_open(status):
-                found[lock] = (status.st_ino, status.st_ctime_ns)
-    return found
+                identities[lock] = (status.st_ino, status.st_ctime_ns)
+    return identities
 
 
 def _is_open(file: os.stat_result) -> bool:
@@ -528,13 +530,16 @@ def _do_without_shared_memory_op(accelerator: Any, *, tries: bool) -> None:
     """
     from deepspeed import ops
 
-    found = version_of(DEEPSPEED.package)
-    lost = [*missing("deepspeed.ops", ops, found), *missing("the accelerator", accelerator, found)]
+    release = version_of(DEEPSPEED.package)
+    lost = [
+        *missing("deepspeed.ops", ops, release),
+        *missing("the accelerator", accelerator, release),
+    ]
     _refuse(lost)
     builder = accelerator.create_op_builder("ShareMemCommBuilder")
     if builder is None:
         return
-    _refuse([*missing("an operator's builder", builder, found)])
+    _refuse([*missing("an operator's builder", builder, release)])
     table = compatible_operators(ops)
     if not table.get(builder.NAME, False):
         return

@@ -110,10 +110,10 @@ def diff_checkpoints(
 def _entries(
     checkpoint: OpenCheckpoint, *, weights_only: bool
 ) -> dict[tuple[str, str], TensorEntry]:
-    found = {(e.name, WEIGHT): e for e in checkpoint.weights()}
+    entries = {(e.name, WEIGHT): e for e in checkpoint.weights()}
     if not weights_only:
-        found |= {(e.name, e.key): e for e in checkpoint.states()}
-    return found
+        entries |= {(e.name, e.key): e for e in checkpoint.states()}
+    return entries
 
 
 def _title(name: str, key: str) -> str:
@@ -223,8 +223,8 @@ def _hyperparameters(manifest: Manifest) -> dict[str, str]:
 
 
 def _shown(value: Scalar) -> str:
-    found = value.item() if isinstance(value, torch.Tensor) else value
-    return str(float(found)) if isinstance(found, int) else str(found)
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    return str(float(number)) if isinstance(number, int) else str(number)
 
 
 def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:

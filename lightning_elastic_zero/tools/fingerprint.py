@@ -60,12 +60,12 @@ def tensor_fingerprints(
     path: str | os.PathLike[str], progress: Progress = NO_PROGRESS, *, allow_pickle: bool = False
 ) -> Mapping[tuple[str, str], str]:
     """Compute the checksum of each tensor, by name and state key."""
-    found: dict[tuple[str, str], FingerprintPart] = {}
+    parts: dict[tuple[str, str], FingerprintPart] = {}
     with open_view(path, allow_pickle=allow_pickle, progress=progress) as checkpoint:
         for run in checkpoint.runs():
             at = (run.entry.name, run.entry.key)
-            found[at] = found.get(at, FingerprintPart()) + _part_of(run)
-    totals = ((at, part.total()) for at, part in sorted(found.items()))
+            parts[at] = parts.get(at, FingerprintPart()) + _part_of(run)
+    totals = ((at, part.total()) for at, part in sorted(parts.items()))
     return {at: total.optimizer if at[1] else total.weights for at, total in totals}
 
 

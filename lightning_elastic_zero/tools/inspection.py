@@ -144,10 +144,12 @@ def _files(checkpoint: OpenCheckpoint) -> Iterator[FileReport]:
     reader = checkpoint.reader
     folder = folder_at(reader.files.folder)
     for name, size_bytes in folder.sizes(reader.names()):
-        found = None if isinstance(size_bytes, OSError) else size_bytes
+        known_bytes = None if isinstance(size_bytes, OSError) else size_bytes
         recorded, local = reader.recorded_bytes(name), folder.local
-        foreign = local if found is not None and recorded is None else None
-        yield FileReport(name, found, recorded, foreign is not None and is_cut(foreign / name))
+        foreign = local if known_bytes is not None and recorded is None else None
+        yield FileReport(
+            name, known_bytes, recorded, foreign is not None and is_cut(foreign / name)
+        )
 
 
 def device_counts(global_batch_size: int) -> list[int]:

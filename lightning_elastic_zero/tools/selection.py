@@ -112,10 +112,10 @@ def cast_weight(
     """
     if values.dtype == dtype:
         return values
-    found = host_chunk(values.numel(), dtype).copy_(values)
+    rounded = host_chunk(values.numel(), dtype).copy_(values)
     checked = values.numel() if can_overflow(values.dtype, dtype) else 0
     for start, stop in spans(0, checked, _CHECKED_ELEMENTS):
-        was, now = values[start:stop], found[start:stop]
+        was, now = values[start:stop], rounded[start:stop]
         if now.isfinite().all() or not (lost := overflowed(was, now)).any():
             continue
         name = next(text for text, known in DTYPES.items() if known == dtype)
@@ -125,7 +125,7 @@ def cast_weight(
             "stored (safetensors without --dtype) or in a wider dtype, or --exclude it"
         )
         raise UnsupportedError(msg)
-    return found
+    return rounded
 
 
 def check_optimizer(checkpoint: OpenCheckpoint, options: ConvertOptions) -> None:

@@ -163,11 +163,11 @@ def write_sharded(
 def _shards(tensors: Sequence[NamedSource], max_bytes: int) -> list[list[NamedSource]]:
     """Split tensors in order; a tensor larger than ``max_bytes`` gets its own shard."""
     shards: list[list[NamedSource]] = [[]]
-    held = 0
+    shard_bytes = 0
     for tensor in tensors:
-        if shards[-1] and held + tensor.size_bytes > max_bytes:
+        if shards[-1] and shard_bytes + tensor.size_bytes > max_bytes:
             shards.append([])
-            held = 0
+            shard_bytes = 0
         shards[-1].append(tensor)
-        held += tensor.size_bytes
+        shard_bytes += tensor.size_bytes
     return shards

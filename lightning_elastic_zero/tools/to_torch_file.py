@@ -52,12 +52,12 @@ def _state_dict(
     options: ConvertOptions,
     dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for entry, source in selected_weights(checkpoint, options, dtype):
         tensor = builder.add(source).view(entry.shape)
         for name in (entry.name, *checkpoint.aliases(entry)):
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def write_lightning(
@@ -95,11 +95,11 @@ def _optimizer_state(builder: TorchFileWriter, checkpoint: OpenCheckpoint) -> di
         for name in group.names:
             parameter = checkpoint.parameters[name]
             # Copies: torch.save would keep a shared step shared, and optimizers change it.
-            held = {key: copy.deepcopy(value) for key, value in checkpoint.scalars(name).items()}
+            scalars = {key: copy.deepcopy(value) for key, value in checkpoint.scalars(name).items()}
             for key in checkpoint.state_names(name):
                 source = source_of(checkpoint, entry_of(parameter, key))
-                held[key] = builder.add(source).view(parameter.shape)
-            state[len(state)] = held
+                scalars[key] = builder.add(source).view(parameter.shape)
+            state[len(state)] = scalars
         ids = list(range(first, len(state)))
         groups.append({**unplain(group.hyperparameters), "params": ids})
     return {"state": state, "param_groups": groups}

@@ -139,8 +139,8 @@ class OpenCheckpoint:
         if group is None or not self.manifest.groups[group].scalars:
             return {}
         holders = itertools.chain((name,), self._neighbours(name))
-        held = (at for holder in holders for at in self._layout.covering(holder, 0, 1))
-        at = next(held, None)
+        fragments = (at for holder in holders for at in self._layout.covering(holder, 0, 1))
+        at = next(fragments, None)
         if at is None:
             return {}
         if at.buffer not in self._scalars:
@@ -157,15 +157,15 @@ class OpenCheckpoint:
         if isinstance(of_group, dict):
             of_group = of_group.get("tensor")
         counted = of_group if isinstance(of_group, (int, float)) else None
-        found = self.scalars(name).get(STEP, counted)
-        if found is not None and not math.isfinite(found):
+        step = self.scalars(name).get(STEP, counted)
+        if step is not None and not math.isfinite(step):
             msg = (
-                f"{self.path}: the optimizer state {STEP!r} of {name} is {float(found)}, expected "
+                f"{self.path}: the optimizer state {STEP!r} of {name} is {float(step)}, expected "
                 "a finite number: the checkpoint is damaged. Use another one, or convert only its "
                 "weights (safetensors, fp32)"
             )
             raise CheckpointFormatError(msg)
-        return found
+        return step
 
     def _neighbours(self, name: str) -> Iterator[str]:
         for buffer in self.manifest.buffers:
@@ -186,8 +186,8 @@ class OpenCheckpoint:
         if entry.role == "buffer":
             return self.buffers[entry.name].dtype
         if not entry.numel:
-            found: torch.dtype = getattr(torch, self._dtype_of_empty(entry))
-            return found
+            dtype: torch.dtype = getattr(torch, self._dtype_of_empty(entry))
+            return dtype
         return self._stored_dtype(entry.key, self._transfers(entry, 0, 1)[0])
 
     def _dtype_of_empty(self, entry: TensorEntry) -> str:
@@ -245,16 +245,16 @@ class OpenCheckpoint:
                     yield StateRun(entry, 0, self.buffers[entry.name].reshape(-1))
         batch: list[StateRun] = []
         transfers: list[Transfer] = []
-        held = 0
+        batch_bytes = 0
         for entry, transfer in self._share(part, parts, masters_only=masters_only):
             numel = transfer.stop - transfer.start
-            if held + numel > CHUNK_ELEMENTS:
+            if batch_bytes + numel > CHUNK_ELEMENTS:
                 yield from self._read(batch, transfers)
-                batch, transfers, held = [], [], 0
+                batch, transfers, batch_bytes = [], [], 0
             target = host_chunk(numel, self._stored_dtype(entry.key, transfer))
             transfers.append(replace(transfer, target_buffer=len(batch)))
             batch.append(StateRun(entry, transfer.start, target))
-            held += numel
+            batch_bytes += numel
         yield from self._read(batch, transfers)
 
     def _read(self, batch: list[StateRun], transfers: Sequence[Transfer]) -> list[StateRun]:

@@ -65,10 +65,10 @@ class LossScalingCheck:
         if not seen:
             return
         self.is_done = True
-        found = float(seen[0]) * accumulate / factor
-        if math.isfinite(found) and abs(found - 1.0) > TOLERANCE:  # fp16 may overflow
+        ratio = float(seen[0]) * accumulate / factor
+        if math.isfinite(ratio) and abs(ratio - 1.0) > TOLERANCE:  # fp16 may overflow
             msg = (
-                f"accumulate_grad_batches={accumulate}: gradients are {found:g} times their "
+                f"accumulate_grad_batches={accumulate}: gradients are {ratio:g} times their "
                 "correct value, because the installed DeepSpeed scales the loss in spite of "
                 f"scale_wrt_gas=False (as 0.18.3 does). Install {DEEPSPEED} (newest tested: "
                 f"{DEEPSPEED.newest_tested})"

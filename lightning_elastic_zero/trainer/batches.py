@@ -191,8 +191,8 @@ def has_batches_for_items(loaders: Any) -> bool:
 
 def loader_sampler(loader: object) -> Any:
     """Return the sampler of a loader's batches; None if it has none."""
-    own = getattr(loader, "sampler", None)
-    return getattr(getattr(loader, "batch_sampler", None), "sampler", own)
+    of_loader = getattr(loader, "sampler", None)
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", of_loader)
 
 
 def overruled_orders(loaders: Any) -> list[str]:

@@ -70,8 +70,10 @@ def warn_of_shuffling(overruled: Sequence[str], loaders: Sequence[object]) -> No
     """Warn of each training loader whose order Lightning has replaced; see ``overruled_orders``."""
     for part, loader in zip(overruled, loaders, strict=False):
         sampler = loader_sampler(loader)
-        own = getattr(elastic_sampler_of(loader), "sampler", None)
-        is_replaced = own is None and isinstance(sampler, DistributedSampler) and sampler.shuffle
+        user_sampler = getattr(elastic_sampler_of(loader), "sampler", None)
+        is_replaced = (
+            user_sampler is None and isinstance(sampler, DistributedSampler) and sampler.shuffle
+        )
         if part and is_replaced:
             rank_zero_warn(
                 f"The training {describe_loader(loader)} yields every sample once per epoch, "
@@ -250,12 +252,12 @@ def warn_of_replaced_rates(
     scheduler is live or was saved.
     """
     changes = []
-    for index, (here, group) in enumerate(zip(configured, saved, strict=False)):
+    for index, (live, group) in enumerate(zip(configured, saved, strict=False)):
         was = _rates(group.hyperparameters)
-        key = _INITIAL if _INITIAL in here or _INITIAL in was else _LIVE
+        key = _INITIAL if _INITIAL in live or _INITIAL in was else _LIVE
         if key == _LIVE and scheduled:
             continue
-        now, then = here.get(key, here.get(_LIVE)), was.get(key, was.get(_LIVE))
+        now, then = live.get(key, live.get(_LIVE)), was.get(key, was.get(_LIVE))
         if now is not None and then is not None and not math.isclose(now, then, rel_tol=1e-6):
             changes.append(f"group {index}: configured {now:g}, saved {then:g}")
     if changes:

@@ -86,21 +86,23 @@ EXCLUDE_FROZEN = "exclude_frozen_parameters"
 
 def check_lightning_release(trainer: pl.Trainer) -> None:
     """Refuse an unsupported release of Lightning."""
-    found = version_of(LIGHTNING.package)
-    reason = LIGHTNING.incompatibility(found) or "\n".join(filter(None, _missing(trainer, found)))
+    release = version_of(LIGHTNING.package)
+    reason = LIGHTNING.incompatibility(release) or "\n".join(
+        filter(None, _missing(trainer, release))
+    )
     if reason:
         raise UnsupportedError(reason)
 
 
-def _missing(trainer: pl.Trainer, found: str) -> Iterator[str | None]:
+def _missing(trainer: pl.Trainer, release: str) -> Iterator[str | None]:
     """Yield for each owner a sentence about missing names; None if all exist."""
     for owner, live in _owners(trainer).items():
         lost = missing_names(live, PRIVATE_NAMES[owner].split())
-        yield LIGHTNING.missing_names_message(found, owner, lost)
+        yield LIGHTNING.missing_names_message(release, owner, lost)
     connector = getattr(trainer, "_checkpoint_connector", None)
     if not _says(getattr(connector, "resume_end", None), RESUME_END):
         lost = [f"barrier {RESUME_END!r}"]
-        yield LIGHTNING.missing_names_message(found, "its checkpoint connector", lost)
+        yield LIGHTNING.missing_names_message(release, "its checkpoint connector", lost)
 
 
 def _owners(trainer: pl.Trainer) -> dict[str, object]:

@@ -76,8 +76,8 @@ def is_found_as_last(trainer: pl.Trainer, path: str) -> bool:
     """Whether ``ckpt_path="last"`` finds a checkpoint, if it is the newest."""
     saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     with suppress(OSError, ElasticZeroError):  # of the store
-        found = {each for c in saving for each in c._find_last_checkpoints(trainer)}
-        return not found.isdisjoint({path, f"{path}/{MANIFEST_NAME}"})  # the latter in a store
+        last_paths = {each for c in saving for each in c._find_last_checkpoints(trainer)}
+        return not last_paths.isdisjoint({path, f"{path}/{MANIFEST_NAME}"})  # the latter in a store
     return False
 
 
@@ -180,12 +180,12 @@ class ModelCheckpointHooks:
     ) -> str:
         """Name a checkpoint as rank 0 does, but not like the one to be replaced if that is kept."""
         why = _refusal_reason(del_filepath) if trainer.is_global_zero and del_filepath else ""
-        own = callback.format_checkpoint_name(dict(monitor_candidates))
+        own_name = callback.format_checkpoint_name(dict(monitor_candidates))
         # All of it from rank 0: for another name or deletion, ranks would look for other files.
         candidates = {name: torch.as_tensor(v).cpu() for name, v in monitor_candidates.items()}
         why, candidates, del_filepath = trainer.strategy.broadcast((why, candidates, del_filepath))
         name = callback.format_checkpoint_name(dict(candidates))
-        differs = trainer.strategy.reduce_boolean_decision(name != own, all=False)
+        differs = trainer.strategy.reduce_boolean_decision(name != own_name, all=False)
         if differs and not self._has_warned_of_names:
             self._has_warned_of_names = True
             rank_zero_warn(
@@ -291,8 +291,8 @@ class ModelCheckpointHooks:
         def look() -> dict[str, str]:
             nested = folder.entries_below((callback.filename or "").count("/"))
             entries = (*folder.entries(), *nested)
-            found = [p for p in entries if _is_name(callback, str(p).removeprefix(f"{folder}/"))]
-            return {str(path): why for path in found if (why := _refusal_reason(str(path)))}
+            matching = [p for p in entries if _is_name(callback, str(p).removeprefix(f"{folder}/"))]
+            return {str(path): why for path in matching if (why := _refusal_reason(str(path)))}
 
         if wrong := _on_rank_zero(trainer, look):
             path, why = min(wrong.items())
@@ -327,17 +327,17 @@ class ModelCheckpointHooks:
 
 def _on_rank_zero(trainer: pl.Trainer, look: Callable[[], T]) -> T:
     """Look at files on one rank; return the result, or raise the error, on all."""
-    found: T | None = None
+    result: T | None = None
     failure = ""
     if trainer.is_global_zero:
         try:
-            found = look()
+            result = look()
         except OSError as error:
             failure = f"{error.filename} cannot be read: {error.strerror}"
-    found, failure = trainer.strategy.broadcast((found, failure))
+    result, failure = trainer.strategy.broadcast((result, failure))
     if failure:
         raise SaveError(failure)
-    return cast("T", found)
+    return cast("T", result)
 
 
 def _forget_what_is_not_there(callback: ModelCheckpoint) -> None:
@@ -426,8 +426,12 @@ def saves_of(trainer: pl.Trainer, path: str, hook: str) -> dict[str, dict[str, A
     saves = {}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            own = {*callback.best_k_models, callback.best_model_path, callback.last_model_path}
-            is_saving = path in own
+            known_paths = {
+                *callback.best_k_models,
+                callback.best_model_path,
+                callback.last_model_path,
+            }
+            is_saving = path in known_paths
             step = trainer.global_step if is_saving else callback._last_global_step_saved
             deferred = bool(getattr(callback, "_defer_save_until_validation", False))
             saves[callback.state_key] = {

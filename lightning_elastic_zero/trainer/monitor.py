@@ -60,9 +60,9 @@ class CheckpointMonitor(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._manager = getattr(trainer.strategy, "checkpoint_manager", None)
         if self._manager is None:
-            found = type(trainer.strategy).__name__
+            strategy = type(trainer.strategy).__name__
             rank_zero_warn(
-                f"CheckpointMonitor logs nothing: the strategy is {found}, expected "
+                f"CheckpointMonitor logs nothing: the strategy is {strategy}, expected "
                 "ElasticDeepSpeedStrategy; see docs/getting-started.md."
             )
         elif self._note not in self._manager.listeners:

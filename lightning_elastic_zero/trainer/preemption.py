@@ -166,8 +166,8 @@ class PreemptionCheckpoint(Callback):
         if stage != "fit":
             return
         if not isinstance(trainer.strategy, ElasticDeepSpeedStrategy):
-            found = type(trainer.strategy).__name__
-            msg = f"PreemptionCheckpoint needs ElasticDeepSpeedStrategy; the strategy is {found}"
+            strategy = type(trainer.strategy).__name__
+            msg = f"PreemptionCheckpoint needs ElasticDeepSpeedStrategy; the strategy is {strategy}"
             raise UnsupportedError(msg)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, PreemptionCheckpoint) for callback in callbacks) > 1:
@@ -240,8 +240,10 @@ class PreemptionCheckpoint(Callback):
                 if notice():
                     self._note("the notice of its machine")
             except Exception as error:  # noqa: BLE001 - of a user's function, a disk or a server
-                found = f"{type(error).__name__}: {error}"
-                log.log(level, "could not check whether this machine is being preempted: %s", found)
+                problem = f"{type(error).__name__}: {error}"
+                log.log(
+                    level, "could not check whether this machine is being preempted: %s", problem
+                )
                 level = logging.DEBUG
 
     def _note(self, what: str) -> None:

@@ -62,12 +62,12 @@ class PreparedLoaders:
         return loader
 
     def _process_validation(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
-        own = with_own_generator(loader, run_seed(), rank)
-        if own is not loader and isinstance(own, DataLoader) and own.generator is not None:
+        copied = with_own_generator(loader, run_seed(), rank)
+        if copied is not loader and isinstance(copied, DataLoader) and copied.generator is not None:
             known = [each for each in self._validation_loaders if each() is not None]
-            self._validation_loaders = [*known, ref(own)]
+            self._validation_loaders = [*known, ref(copied)]
             self.seed_validation(trainer)
-        return own
+        return copied
 
     def seed_validation(self, trainer: pl.Trainer) -> None:
         """Seed the workers of a validation after the next batch, as any resumed run does."""

@@ -384,8 +384,8 @@ def _has_stopped(callback: EarlyStopping) -> bool:
 
 def _batch_counts(trainer: pl.Trainer, batches: BatchSettings | None) -> dict[str, Any]:
     """Return the settings that count batches, with integers in micro-batches of one rank."""
-    found = {name: getattr(trainer, name, None) for name in BATCH_COUNT_SETTINGS}
-    counts = {name: float(v) if isinstance(v, float) else v for name, v in found.items()}
+    settings = {name: getattr(trainer, name, None) for name in BATCH_COUNT_SETTINGS}
+    counts = {name: float(v) if isinstance(v, float) else v for name, v in settings.items()}
     interval = counts["val_check_interval"]
     if type(interval) is int and batches is not None and batches.plan is not None:
         counts["val_check_interval"] = interval * batches.accumulate
