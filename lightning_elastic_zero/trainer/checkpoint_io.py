@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,20 +48,25 @@ from lightning_elastic_zero.trainer.checks import (
     warn_of_other_schedulers,
     warn_of_replaced_rates,
 )
+from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning import (
-    WEIGHT_AVERAGING,
     callbacks_of,
-    displayed_metrics,
-    exchange_average,
     has_average,
     is_fitting,
     is_interrupted,
-    known_callback_metrics,
 )
 from lightning_elastic_zero.trainer.loaded_run import counted_loops, saved_position
 from lightning_elastic_zero.trainer.model_checkpoint import LoadedSaves, ModelCheckpointHooks
+from lightning_elastic_zero.trainer.module_weights import (
+    WEIGHTS,
+    averaging_callbacks,
+    extra_weights,
+    with_module_weights,
+    with_trained_weights,
+    without_weights,
+)
 from lightning_elastic_zero.trainer.monitor import checkpoint_bar
-from lightning_elastic_zero.trainer.recorder import is_inside_validation, is_inside_window
+from lightning_elastic_zero.trainer.recorder import is_inside_window
 from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.run_state import STATE_KEY, RunState
 from lightning_elastic_zero.trainer.schedulers import (
@@ -70,224 +75,8 @@ from lightning_elastic_zero.trainer.schedulers import (
     with_new_groups,
 )
 
-WEIGHTS = "state_dict"
-"""Lightning's entry for the module's weights."""
-
-CURRENT = "current_model_state"
-"""Entry in which ``WeightAveraging`` saves the trained weights; the average is in ``WEIGHTS``."""
-
-AVERAGING = "averaging_state"
-"""Entry in which ``WeightAveraging`` saves the number of averaged updates."""
-
 VERSION_KEY = "pytorch-lightning_version"
 """Entry that Lightning requires in every checkpoint."""
-
-
-def without_weights(
-    checkpoint: Mapping[str, Any], given: Mapping[str, Any]
-) -> tuple[dict[str, Any], frozenset[str]]:
-    """Remove the entries that the engine saves from a checkpoint dictionary.
-
-    ``on_save_checkpoint`` finds the weights in the checkpoint dictionary as with other strategies.
-    It may remove frozen ones or replace them, for example by an average.
-
-    Args:
-        checkpoint: the dictionary, after the hooks.
-        given: the weights that were handed to Lightning for it.
-
-    Returns:
-        The dictionary without these weights and without optimizer states; and the names of the
-        weights that a hook has removed from ``state_dict``. They are saved all the same if the hook
-        removed all weights or may have renamed them.
-    """
-    # Also under another name. With ZeRO-3, partitioned weights and their copies are empty.
-    handed_out = {id(weight) for weight in given.values()}
-    kept = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
-    for key in {WEIGHTS, CURRENT} & kept.keys():
-        if isinstance(kept[key], dict):
-            kept[key] = {
-                name: value
-                for name, value in kept[key].items()
-                if id(value) not in handed_out
-                and not (name in given and isinstance(value, torch.Tensor) and not value.numel())
-            }
-    if not kept.get(WEIGHTS):
-        kept.pop(WEIGHTS, None)
-    return kept, _removed_names(given, checkpoint.get(WEIGHTS))
-
-
-def _removed_names(given: Mapping[str, Any], back: object) -> frozenset[str]:
-    """Return the names that a hook has removed and not added under other names."""
-    if not isinstance(back, Mapping) or not back.keys() & given.keys():
-        return frozenset()
-    added = {name: value for name, value in back.items() if name not in given}
-    same = {id(value) for value in added.values()}
-    missing = {n: v for n, v in given.items() if n not in back and id(v) not in same}
-    # A copy under another name can only be recognized by its shape.
-    shapes = {v.shape: name for name, v in added.items() if isinstance(v, torch.Tensor)}
-    alike = [n for n, v in missing.items() if isinstance(v, torch.Tensor) and v.shape in shapes]
-    if alike:
-        rank_zero_warn(
-            f"on_save_checkpoint removed {', '.join(alike)} from state_dict and added tensors of "
-            f"the same shape under new names ({alike[0]} may be {shapes[given[alike[0]].shape]} "
-            "now): the removed weights are saved all the same. To leave them out, put the new "
-            "tensors into another entry of the checkpoint."
-        )
-    return frozenset(missing).difference(alike)
-
-
-def declared_rank_state(client_state: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the entries of a run's state that each rank restores as it saved them.
-
-    This library's own state (random states, metrics, generators of loaders), loops with the states
-    of loaders, times measured by ``Timer``, and averages of buffers. Rank 0's are in the client
-    state, which other numbers of ranks restore: here, its values are None.
-    """
-    declared = {key: client_state[key] for key in (STATE_KEY, "loops") if key in client_state}
-    timers = {each.state_key for each in callbacks_of(trainer) if isinstance(each, Timer)}
-    if of_timers := timers & client_state.get("callbacks", {}).keys():
-        declared["callbacks"] = {key: client_state["callbacks"][key] for key in of_timers}
-    weights = client_state.get(WEIGHTS, {})
-    buffers = dict(trainer.lightning_module.named_buffers()).keys() & weights.keys()
-    declared[WEIGHTS] = {name: weights[name] for name in buffers}
-    return (
-        {k: dict.fromkeys(v) for k, v in declared.items()} if trainer.is_global_zero else declared
-    )
-
-
-def with_rank_state(
-    client_state: Mapping[str, Any], rank_state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return a loaded state with the ``declared_rank_state`` of a rank other than 0."""
-    merged = dict(client_state)
-    for key, entries in rank_state.items():
-        merged[key] = {**merged.get(key, {}), **entries}
-    return merged
-
-
-def _averaging(trainer: pl.Trainer) -> list[Any]:
-    cls = WEIGHT_AVERAGING
-    return [c for c in callbacks_of(trainer) if cls is not None and isinstance(c, cls)]
-
-
-@contextmanager
-def _with_trained_weights(trainer: pl.Trainer) -> Iterator[bool]:
-    """Put the trained weights back for a save inside a validation of averaged weights.
-
-    ``WeightAveraging`` exchanges the two in place for a validation. Yields whether they are
-    exchanged after this context, so that the save must be complete by then.
-    """
-    averaging: list[Any] = []
-    if is_inside_validation(trainer):
-        averaging = [callback for callback in _averaging(trainer) if has_average(callback)]
-        for callback in averaging:
-            exchange_average(callback, trainer)
-    try:
-        yield bool(averaging)
-    finally:
-        for callback in averaging:
-            exchange_average(callback, trainer)
-
-
-def _extra_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the weights in a loaded state: averages, and weights added by hooks."""
-    weights = state.get(WEIGHTS)
-    if not isinstance(weights, Mapping):
-        return {}
-    return {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-
-
-def _with_module_weights(
-    state: Mapping[str, Any], module: pl.LightningModule, *, fitting: bool, strict: bool
-) -> dict[str, Any]:
-    """Return a state with the loaded weights in the entries where hooks look for them.
-
-    The module already has its weights, so changes by hooks have no effect. ``WeightAveraging``
-    loads the trained weights again, strictly, after the engine has changed. If no average was
-    saved, it starts one from them; an evaluation averages nothing.
-    """
-    live = module.state_dict()
-    extra = _extra_weights(state)
-    if not strict:  # drop averages of removed parameters
-        extra = {name: value for name, value in extra.items() if name in live}
-    completed = {**state, WEIGHTS: {**live, **extra}}
-    if fitting and AVERAGING in state:
-        averages = _averaging(module.trainer)
-        if extra and not averages:
-            rank_zero_warn(
-                "The checkpoint contains an average of the weights, but this run has no "
-                "WeightAveraging callback: training continues from the trained weights and no "
-                "longer saves an average. Add the callback of the saved run to continue the "
-                "average."
-            )
-        elif averages and not extra:
-            rank_zero_warn(
-                "The saved run averaged its weights, but the average is not in the checkpoint, "
-                "because Lightning's own DeepSpeedStrategy does not save it. A new average starts "
-                "from the trained weights."
-            )
-            completed = {k: v for k, v in completed.items() if k not in {CURRENT, AVERAGING}}
-    return {**completed, CURRENT: live} if CURRENT in completed else completed
-
-
-class LastFit:
-    """The engine of the last fit, for a save after ``test`` or ``validate`` has set up its own.
-
-    This keeps no additional memory: Lightning's strategy keeps the optimizer until the next fit.
-    """
-
-    def __init__(self) -> None:
-        self.trained: Any = None
-        """The engine that trained; None: there is no training state."""
-        self._metrics: dict[str, Any] = {}
-        self._shown: dict[str, Any] = {}
-
-    def end(self, trainer: pl.Trainer) -> None:
-        """Copy at the end of a fit the metrics that an evaluation overwrites."""
-        self._metrics = known_callback_metrics(trainer)
-        self._shown = displayed_metrics(trainer)
-
-    def forget(self) -> None:
-        """Drop the engine: another fit begins, or a load overwrites its weights."""
-        self.trained, self._metrics, self._shown = None, {}, {}
-
-    def engine(
-        self, live: Any, path: str | os.PathLike[str], get_ranks: Callable[[], Ranks]
-    ) -> Any:
-        """Return the engine to save: the one that trained, or else the live one.
-
-        The engine that trained is not used for another module, nor after other weights were loaded
-        into its module. Collective if there are two engines.
-        """
-        if self.trained not in (None, live):
-            engine, step = self.trained, "save: compare the module with the trained weights"
-            is_same = engine.module is live.module
-            if is_same:
-                ranks = get_ranks()
-                on_ranks = ranks.gather(step, lambda: LiveEngine(engine).weights_match_masters())
-                is_same = ranks.broadcast(f"{step}, on all ranks", lambda: all(on_ranks or [False]))
-            if not is_same:
-                self.forget()
-        if self.trained is not None:
-            return self.trained
-        rank_zero_warn(
-            f"{os.fspath(path)}: saving weights only, in the module's precision, because nothing "
-            "was trained here or other weights were loaded since (by an evaluation or "
-            "load_state_dict). To train from this checkpoint, pass load_optimizer_state=False."
-        )
-        return live
-
-    def with_metrics(self, state: RunState) -> RunState:
-        """Return a state to be saved with the metrics of the end of the fit."""
-        metrics = {name: value.detach().cpu() for name, value in self._metrics.items()}
-        results = None if state.results is None else {**state.results, **self._shown}
-        return replace(state, metrics=metrics, results=results)
-
-
-def _ends_run(trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
-    """Whether the run ends after a save: an exception's, or one before SLURM requeues the job."""
-    # Lightning's name of the latter.
-    return is_interrupted(trainer) or Path(path).name.startswith("hpc_ckpt_")
 
 
 class RunCheckpoints:
@@ -333,7 +122,7 @@ class RunCheckpoints:
                 its ``dirpath`` is not writable or not shared by all ranks.
         """
         fitting = is_fitting(trainer)
-        for callback in _averaging(trainer) if partitioned and fitting else ():
+        for callback in averaging_callbacks(trainer) if partitioned and fitting else ():
             msg = (
                 f"{type(callback).__name__} averages whole weights, but ZeRO-3 partitions them: "
                 "use stage 1 or 2, or keep the average in a separate module"
@@ -427,7 +216,7 @@ class RunCheckpoints:
         weights_only = "optimizer_states" not in checkpoint or self.last_fit.trained is None
         if weights_only:
             # Lightning does not call callbacks for these, so an average would be lost.
-            for callback in filter(has_average, _averaging(trainer)):
+            for callback in filter(has_average, averaging_callbacks(trainer)):
                 callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
         given, self._weights = self._weights, {}
         client_state, left_out = without_weights(checkpoint, given)
@@ -438,7 +227,7 @@ class RunCheckpoints:
             left_out=left_out,
             step=trainer.global_step,
         )
-        with self._hooks.saving(), _with_trained_weights(trainer) as is_exchanged:
+        with self._hooks.saving(), with_trained_weights(trainer) as is_exchanged:
             if not weights_only:
                 options = self._with_progress(options, client_state, trainer, str(path))
             rank_state = declared_rank_state(client_state, trainer)
@@ -565,7 +354,7 @@ class RunCheckpoints:
         state = with_rank_state(loaded.client_state, rank_state)
         rank_zero_info(_format_loaded(loaded, trainer.world_size, fitting=fitting))
         if not fitting:
-            copy = partial(LiveEngine(engine).copy_full_weights, _extra_weights(state))
+            copy = partial(LiveEngine(engine).copy_full_weights, extra_weights(state))
             taken = self._get_ranks().run_all("load: weights of callbacks", copy)
             if taken:
                 rank_zero_info(
@@ -582,7 +371,7 @@ class RunCheckpoints:
                 "layers, and on_load_checkpoint for everything else."
             )
         strict = options.strict and options.strict_optimizer
-        state = _with_module_weights(state, module, fitting=fitting, strict=strict)
+        state = with_module_weights(state, module, fitting=fitting, strict=strict)
         if VERSION_KEY not in state:
             rank_zero_info(
                 "The checkpoint was not saved by Lightning: loops, callbacks and schedulers start "
@@ -649,6 +438,41 @@ class RunCheckpoints:
         if is_fitting(trainer) and not self._is_resumed:
             text, has_checkpoints = _format_not_resumed(self._manager.dirpaths)
             (rank_zero_warn if has_checkpoints else rank_zero_info)(text)
+
+
+def _ends_run(trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:
+    """Whether the run ends after a save: an exception's, or one before SLURM requeues the job."""
+    # Lightning's name of the latter.
+    return is_interrupted(trainer) or Path(path).name.startswith("hpc_ckpt_")
+
+
+def declared_rank_state(client_state: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the entries of a run's state that each rank restores as it saved them.
+
+    This library's own state (random states, metrics, generators of loaders), loops with the states
+    of loaders, times measured by ``Timer``, and averages of buffers. Rank 0's are in the client
+    state, which other numbers of ranks restore: here, its values are None.
+    """
+    declared = {key: client_state[key] for key in (STATE_KEY, "loops") if key in client_state}
+    timers = {each.state_key for each in callbacks_of(trainer) if isinstance(each, Timer)}
+    if of_timers := timers & client_state.get("callbacks", {}).keys():
+        declared["callbacks"] = {key: client_state["callbacks"][key] for key in of_timers}
+    weights = client_state.get(WEIGHTS, {})
+    buffers = dict(trainer.lightning_module.named_buffers()).keys() & weights.keys()
+    declared[WEIGHTS] = {name: weights[name] for name in buffers}
+    return (
+        {k: dict.fromkeys(v) for k, v in declared.items()} if trainer.is_global_zero else declared
+    )
+
+
+def with_rank_state(
+    client_state: Mapping[str, Any], rank_state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a loaded state with the ``declared_rank_state`` of a rank other than 0."""
+    merged = dict(client_state)
+    for key, entries in rank_state.items():
+        merged[key] = {**merged.get(key, {}), **entries}
+    return merged
 
 
 def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:

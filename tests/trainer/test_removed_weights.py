@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_elastic_zero.trainer.checkpoint_io import without_weights
+from lightning_elastic_zero.trainer.module_weights import without_weights
 from tests.support.outcome import captured_warnings
 
 Weights = dict[str, Any]
