@@ -53,6 +53,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_monitor_candidates _save_checkpoint file_exists",
     "a ModelCheckpoint": "_enable_version_counter _every_n_epochs _every_n_train_steps "
     "_last_checkpoint_saved _last_global_step_saved",
+    "a LightningModule": "_current_fx_name",
     "DeepSpeedStrategy": "_auto_select_batch_size _config_initialized "
     "_format_batch_size_and_grad_accum_config _init_config_if_needed _init_optimizers "
     "_timeout",
@@ -121,6 +122,7 @@ def _owners(trainer: pl.Trainer) -> dict[str, object]:
         "the trainer": trainer,
         "ModelCheckpoint": ModelCheckpoint,
         "a ModelCheckpoint": ModelCheckpoint(),
+        "a LightningModule": pl.LightningModule(),
         "DeepSpeedStrategy": trainer.strategy,
         "a wrapped sampler": DistributedSamplerWrapper(range(1), num_replicas=1, rank=0).dataset,
         **({"a WeightAveraging": WEIGHT_AVERAGING()} if WEIGHT_AVERAGING is not None else {}),
@@ -234,6 +236,11 @@ def is_interrupted(trainer: pl.Trainer) -> bool:
 def is_ending(progress: Any) -> bool:
     """Whether a batch or epoch is done, but the hooks at its end are not."""
     return bool(progress.current.completed < progress.current.processed)
+
+
+def running_hook(trainer: pl.Trainer) -> str:
+    """Return the name of the hook that runs; empty between hooks."""
+    return trainer.lightning_module._current_fx_name or ""
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[Callback]:

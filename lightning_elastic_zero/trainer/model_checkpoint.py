@@ -44,8 +44,8 @@ from lightning_elastic_zero.trainer.lightning import (
     BATCH_END,
     EPOCH_END,
     VALIDATION_END,
-    is_ending,
     is_fitting,
+    running_hook,
 )
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class ModelCheckpointHooks:
         self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str
     ) -> None:
         """Link the last checkpoint, or save it if the best k did not keep it."""
-        hook = _running_hook(trainer) if self._loaded is None else self._loaded.hook
+        hook = running_hook(trainer) if self._loaded is None else self._loaded.hook
         if _is_missing(callback, trainer, hook):
             callback._save_checkpoint(trainer, linkpath)
             return
@@ -364,13 +364,6 @@ def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer, hook: str) -> bo
         return True
     epochs = callback._every_n_epochs
     return epochs >= 1 and (trainer.current_epoch + 1) % epochs == 0
-
-
-def _running_hook(trainer: pl.Trainer) -> str:
-    """Return the hook in which a callback creates a link."""
-    if trainer.validating:
-        return VALIDATION_END
-    return BATCH_END if is_ending(trainer.fit_loop.epoch_loop.batch_progress) else EPOCH_END
 
 
 def _is_there(path: str) -> bool:

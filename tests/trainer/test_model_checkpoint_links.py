@@ -151,15 +151,28 @@ class FallingScore(RegressionNet):
         self.log("score_of_epoch", -float(self.global_step))
 
 
+class SkippingScore(FallingScore):
+    """Skips the rest of each epoch after its first batch."""
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx else None
+
+
 def last_after_each_step(
-    root: str, save_last: Any, saves: dict[str, Any], options: dict[str, Any], by_time: list[int]
+    root: str,
+    save_last: Any,
+    saves: dict[str, Any],
+    options: dict[str, Any],
+    by_time: list[int],
+    net: type[FallingScore] = FallingScore,
 ) -> dict[int, int]:
     """Train three epochs of two steps; return the step of ``last.ckpt`` after each step."""
     due = Due(Path(root) / "last.ckpt", by_time)
     saves = {"monitor": "score", "mode": "max", "filename": "{step}", **saves}
     saving = ModelCheckpoint(root, save_last=save_last, **saves)
     trainer = quiet_trainer(elastic(), due, saving, max_epochs=3, **options)
-    trainer.fit(FallingScore(), Data())
+    trainer.fit(net(), Data())
     return due.seen
 
 
@@ -197,6 +210,12 @@ def test_last_is_the_newest_due_save_even_if_the_best_k_reject_it(
     expected = {at: max((step for step in kept if step <= at), default=0) for at in range(7)}
     for seen in pools.run(2, run):
         assert seen == expected
+
+
+def test_no_save_is_due_when_the_rest_of_an_epoch_is_skipped(pools: Pools, tmp_path: Path) -> None:
+    saves = {"every_n_epochs": 2}
+    run = partial(last_after_each_step, str(tmp_path), "link", saves, {}, [], SkippingScore)
+    assert pools.run(2, run) == [{0: 0, 1: 0, 2: 2, 3: 2}] * 2
 
 
 class LinksFail:
