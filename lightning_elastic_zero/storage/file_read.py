@@ -267,9 +267,9 @@ class RangeFile:
             for at, part in parts
             for low in range(0, part.nbytes, CACHED_BYTES)
         )
+        cached: int | None = 0
         while pieces:
             start, memory = pieces[0]
-            cached: int | None = 0
             if isinstance(self._source, _LocalSource):
                 with self._disk_errors(start, start + memory.nbytes):
                     cached = self._source.read_cached(memory, self._start + start)
@@ -277,19 +277,24 @@ class RangeFile:
                     break
             self._fill(start, memory, cached or 0)
             pieces.popleft()
-        self._fill_together(pieces)
+        self._fill_together(pieces, cached or 0)
         self.bytes_read += sum(part.nbytes for _, part in parts)
         self._progress.check()
 
-    def _fill_together(self, pieces: Collection[PlacedView]) -> None:
-        """Fill memory with verified bytes of a local file, with several reads under way."""
+    def _fill_together(self, pieces: Collection[PlacedView], cached: int) -> None:
+        """Fill memory with verified bytes of a local file, with several reads under way.
+
+        The first ``cached`` bytes are there, not verified.
+        """
         if not pieces:
             return
         if self._readers is None:
             self._readers = ThreadPoolExecutor(READERS, "elastic-zero-read")
         reads: list[Future[None]] = []
         try:
-            reads.extend(self._readers.submit(self._fill_once, *piece) for piece in pieces)
+            there = itertools.chain([cached], itertools.repeat(0))
+            jobs = zip(pieces, there, strict=False)
+            reads.extend(self._readers.submit(self._fill_once, *p, count) for p, count in jobs)
             wait(reads)
         finally:  # Also if a signal's handler raised: the caller may restore the memory.
             wait(reads)

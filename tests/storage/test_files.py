@@ -211,7 +211,7 @@ class TestReadRuns:
         whole, last = (READ_BYTES, READ_BYTES), (2 * READ_BYTES, CHUNK_BYTES)
         assert pieces == [(8, READ_BYTES - 8), whole, last]
 
-    @pytest.mark.parametrize("cache", ["complete", "empty", "unknown"])
+    @pytest.mark.parametrize("cache", ["complete", "partial", "empty", "unknown"])
     def test_reads_that_wait_for_a_disk_are_under_way_together(
         self, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -224,6 +224,8 @@ class TestReadRuns:
                 raise BlockingIOError
             if flags == os.RWF_NOWAIT and cache == "unknown":
                 raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            if flags == os.RWF_NOWAIT and cache == "partial":
+                return real(file, [memory[0][:CHUNK_BYTES]], start)
             if not flags:
                 together.wait(PROMPT_TIMEOUT_S)
                 waited.append(start)
@@ -234,6 +236,8 @@ class TestReadRuns:
             pieces = [bytes(view) for _, view in file.read_runs([(0, len(data))])]
         assert b"".join(pieces) == data
         every = list(range(0, len(data), READ_BYTES // READERS))
+        if cache == "partial":  # Bytes that were read from the cache are not read again.
+            every[0], every[READERS] = CHUNK_BYTES, READ_BYTES + CHUNK_BYTES
         assert sorted(waited) == ([] if cache == "complete" else every)
 
     def test_a_refused_read_is_over_in_all_threads(
