@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import mmap
@@ -66,10 +65,6 @@ _Block: TypeAlias = tuple[int, int, int, int]
 """Whole chunks that are read together, ``[start, stop)``, and their runs, ``[first, last)``."""
 
 
-_CANNOT_TELL = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-"""Errors of file systems and kernels that do not know whether bytes are cached, for example NFS."""
-
-
 class _LocalSource:
     is_remote = False
 
@@ -79,18 +74,13 @@ class _LocalSource:
 
     def announce(self, blocks: Iterable[_Block]) -> None: ...
 
-    def read_cached(self, memory: memoryview, start: int) -> int | None:
-        """Read the bytes that need no wait for a disk; None if the system does not tell."""
+    def read_cached(self, memory: memoryview, start: int) -> int:
+        """Read the bytes that need no wait for a disk; 0 if none, or if that is unknown."""
         try:
             return os.preadv(self._descriptor, [memory], start, os.RWF_NOWAIT)
-        except BlockingIOError:
+        # Python or the file system (NFS) does not know; errors of the disk recur in read_into.
+        except (AttributeError, OSError):
             return 0
-        except AttributeError:  # Python was compiled for an older system.
-            return None
-        except OSError as error:
-            if error.errno not in _CANNOT_TELL:
-                raise
-            return None
 
     def read_into(self, memory: memoryview, start: int) -> int:
         return os.preadv(self._descriptor, [memory], start)
@@ -267,17 +257,17 @@ class RangeFile:
             for at, part in parts
             for low in range(0, part.nbytes, CACHED_BYTES)
         )
-        cached: int | None = 0
+        cached = 0
         while pieces:
             start, memory = pieces[0]
+            cached = 0
             if isinstance(self._source, _LocalSource):
-                with self._disk_errors(start, start + memory.nbytes):
-                    cached = self._source.read_cached(memory, self._start + start)
+                cached = self._source.read_cached(memory, self._start + start)
                 if cached != memory.nbytes and len(pieces) > 1:
                     break
-            self._fill(start, memory, cached or 0)
+            self._fill(start, memory, cached)
             pieces.popleft()
-        self._fill_together(pieces, cached or 0)
+        self._fill_together(pieces, cached)
         self.bytes_read += sum(part.nbytes for _, part in parts)
         self._progress.check()
 
@@ -298,8 +288,11 @@ class RangeFile:
             wait(reads)
         finally:  # Also if a signal's handler raised: the caller may restore the memory.
             wait(reads)
-        for read in reads:
-            read.result()
+        for read, piece in zip(reads, pieces, strict=True):
+            try:
+                read.result()
+            except CheckpointCorruptedError:  # Another node may have the file.
+                self._fill(*piece)
 
     def _fill(self, start: int, memory: memoryview, cached: int = 0) -> None:
         """Fill memory with verified bytes; the first ``cached`` ones are there, not verified."""

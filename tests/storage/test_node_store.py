@@ -16,7 +16,7 @@ import pytest
 from lightning_elastic_zero.core.manifest import FORMAT
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import CheckpointCorruptedError, SaveError, UnsupportedError
-from lightning_elastic_zero.storage import node_http
+from lightning_elastic_zero.storage import file_read, node_http
 from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.node_files import NodeFiles
@@ -167,6 +167,16 @@ class TestDamage:
     ) -> None:
         entry = write_file(nodes[0], DATA)
         damage(nodes[0].path(FILE))
+        for node in nodes:
+            assert read_on(node, entry) == DATA
+
+    @pytest.mark.parametrize("at", [100_000, 2_900_000])
+    def test_another_holder_is_asked_for_what_was_not_cached(
+        self, at: int, nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(file_read._LocalSource, "read_cached", lambda *_: 0)
+        entry = write_file(nodes[0], DATA)
+        flip(nodes[0].path(FILE), at)
         for node in nodes:
             assert read_on(node, entry) == DATA
 
