@@ -350,7 +350,8 @@ class RunCheckpoints:
             self.last_fit.forget()
         self.last_load = loaded.stats
         self._manager.on_loaded(loaded.stats)
-        rank_state = {} if trainer.is_global_zero else loaded.rank_state
+        # In an evaluation, all ranks have rank 0's, whose values are None.
+        rank_state = loaded.rank_state if fitting and not trainer.is_global_zero else {}
         state = with_rank_state(loaded.client_state, rank_state)
         rank_zero_info(_format_loaded(loaded, trainer.world_size, fitting=fitting))
         if not fitting:
