@@ -28,6 +28,7 @@ import select
 import socket
 import threading
 import urllib.parse
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -72,7 +73,9 @@ class NodeServer(http.server.ThreadingHTTPServer):
     def __init__(self, address: str, files: NodeFiles, token: str, world: str) -> None:
         """Listen at a free port of an address of this machine; ``start`` serves."""
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._connections = weakref.WeakSet[socket.socket]()
         super().__init__((address, 0), _Handler)
+        _servers.add(self)
         self.files, self.world = files, world
         self.authorization = f"Bearer {token}".encode()
         self._thread = threading.Thread(
@@ -98,8 +101,35 @@ class NodeServer(http.server.ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
+    def get_request(self) -> tuple[socket.socket, object]:
+        """Accept a connection."""
+        connection, address = super().get_request()
+        self._connections.add(connection)
+        return connection, address
+
+    def close_in_child(self) -> None:
+        """Close the sockets in a forked process, which does not serve.
+
+        Otherwise they would stay open after the death of this process, and other nodes would wait
+        for an answer.
+        """
+        for each in (self.socket, *self._connections):
+            with suppress(OSError):  # It is closed already.
+                os.close(each.detach())  # ``close`` would wait for the files that use it.
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Print nothing: the client reports what it misses."""
+
+
+_servers = weakref.WeakSet[NodeServer]()
+
+
+def _close_in_child() -> None:
+    for server in list(_servers):
+        server.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

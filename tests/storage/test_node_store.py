@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -149,6 +151,32 @@ class TestLostNodes:
                 for lost in (0, 1):
                     nodes[lost].server.stop()
                     assert bytes(file.read(0, len(DATA))) == DATA
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_child_has_no_socket_of_the_server(nodes: list[Node]) -> None:
+    """Such as a worker of a data loader that outlives its rank: other nodes would wait for it."""
+    with nodes[0].peer() as peer:
+        peer.below("")  # Its connection stays open.
+        assert _sockets_at(nodes[0].server.port) == 2
+        reading, writing = os.pipe()
+        if not os.fork():
+            os.write(writing, bytes([_sockets_at(nodes[0].server.port)]))
+            os._exit(0)
+        assert os.read(reading, 1) == b"\0"
+        assert peer.below("") == []
+    os.wait()
+    os.close(reading)
+    os.close(writing)
+
+
+def _sockets_at(port: int) -> int:
+    """Return how many sockets of this process have a local port."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 (a descriptor of its own)
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
+            count += each.family == socket.AF_INET and each.getsockname()[1] == port
+    return count
 
 
 class TestDamage:
