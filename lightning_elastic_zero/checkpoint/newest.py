@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from lightning_elastic_zero.checkpoint.nodes import join_folder
+from lightning_elastic_zero.checkpoint.nodes import hosts_of, join_folder
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.text import format_names
@@ -17,6 +17,8 @@ from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.paths import parse_path
 
 _MOST_NAMED = 3
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Variables in which a launcher counts how often it has restarted the job."""
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ log = logging.getLogger(__name__)
 def find_newest(folders: Sequence[str | os.PathLike[str]], ranks: Ranks) -> str | None:
     """Return the path of the newest checkpoint whose files are all there; None if there is none.
 
-    Newer ones with missing files are named in a warning.
+    A warning names newer ones with missing files, and nodes on which there is none although the job
+    was restarted or another folder has one: their memory was lost.
 
     Raises:
         CheckpointCorruptedError: there are checkpoints, but files of all of them are missing.
@@ -32,24 +35,48 @@ def find_newest(folders: Sequence[str | os.PathLike[str]], ranks: Ranks) -> str 
     """
     for folder in folders:
         join_folder(folder, ranks)
+    paths = [*map(parse_path, folders)]
     step = f"find the newest checkpoint in {format_names(list(map(str, folders)))}"
-    return ranks.broadcast(step, lambda: _newest([*map(parse_path, folders)], ranks.progress))
+    newest = ranks.broadcast(step, lambda: _newest(paths, ranks.progress))
+    # The agent of a node that replaces a lost one counts from zero, so all ranks are asked.
+    restarted = newest is None and any(ranks.all_gather(f"{step}: restarted", _is_restarted))
+    if restarted and ranks.rank == 0 and (empty := _empty_nodes(paths)):
+        log.warning("%s The job was restarted, and no checkpoint was found.", " ".join(empty))
+    return newest
+
+
+def _is_restarted() -> bool:
+    return any(os.environ.get(name, "0") not in {"", "0"} for name in _RESTARTS)
+
+
+def _empty_nodes(folders: Sequence[AnyPath]) -> list[str]:
+    """Return a sentence for each of these folders that is on nodes."""
+    hosts = {folder: hosts_of(folder) for folder in folders}
+    return [
+        f"{folder}: none of the nodes here ({format_names(names)}) has a checkpoint."
+        for folder, names in hosts.items()
+        if names
+    ]
 
 
 def _newest(folders: Sequence[AnyPath], progress: Progress) -> str | None:
     """On rank 0: search."""
     steps: dict[AnyPath, int] = {}
+    empty: list[AnyPath] = []
     for folder in folders:
+        before = len(steps)
         for path in checkpoints_in(folder, progress):
             if folder_at(path).is_checkpoint():
                 manifest = manifest_of(path)
                 steps[path] = manifest.progress.global_steps if manifest else 0
             progress.check()
+        if len(steps) == before:
+            empty.append(folder)
     incomplete: list[str] = []
     for path in newest_first(steps):
         if not (lacks := _lacks(path)):
-            if incomplete:
-                log.warning("%s Resume from %s.", " ".join(incomplete), path)
+            if worse := incomplete + _empty_nodes(empty):
+                log.warning("%s Resume from %s.", " ".join(worse), path)
             return str(path)
         incomplete.append(f"{path} is incomplete: {lacks}.")
     if incomplete:

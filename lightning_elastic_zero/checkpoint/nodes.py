@@ -48,7 +48,7 @@ from lightning_elastic_zero.storage.node_names import (
     unnamed,
 )
 from lightning_elastic_zero.storage.node_store import JoinedFolder, NodeStore
-from lightning_elastic_zero.storage.object_store import NODES, StorePath
+from lightning_elastic_zero.storage.object_store import NODES, AnyPath, StorePath
 from lightning_elastic_zero.storage.ownership import new_id
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.storage.store_checkpoints import DELETED_FORMAT
@@ -101,6 +101,16 @@ def join_folder(
         set_copies = partial(_set_copies, folder, joined.files, copies)
         ranks.run_all(f"join {folder}: set node_copies", set_copies)
         joined.copies = copies
+
+
+def hosts_of(path: AnyPath) -> Sequence[str]:
+    """Return the hosts that have joined a folder; none if it is not on nodes."""
+    if not (isinstance(path, StorePath) and path.root == NODES):
+        return ()
+    store = path.store
+    assert isinstance(store, NodeStore)  # noqa: S101 (of its root)
+    joined = store.joined(path.key)
+    return joined.hosts if joined is not None else ()
 
 
 def _set_copies(folder: StorePath, files: NodeFiles, copies: int) -> None:
@@ -186,6 +196,7 @@ def _join(folder: StorePath, ranks: Ranks, copies: int | None) -> JoinedFolder:
             world=world,
             world_size=ranks.world_size,
             newest_ns=newest_ns(version for _, version in agreed.names.values()),
+            hosts=place.hosts,
             missing=agreed.missing,
             server=server[0],
         )

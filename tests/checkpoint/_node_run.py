@@ -36,12 +36,18 @@ class NodeRun:
     at_call: int = 0
     """Before which of its system calls."""
     copies: int = 2
+    restarted: int = -1
+    """The rank whose launcher says that it has restarted the job; -1: none."""
+    shared: str = ""
+    """A shared folder, in which the last step is saved, too."""
 
     def __call__(self, job: Job) -> None:
         enter(self.folders[job.rank], self.mounted)
         with closing(connect_ranks()) as ranks, self._killed(job):
             join_folder(self.url, ranks, self.copies)
-            newest = find_newest([self.url], ranks)
+            if job.rank == self.restarted:
+                os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+            newest = find_newest([self.url, *filter(None, [self.shared])], ranks)
             if newest:
                 path = parse_path(newest)
                 verify = lambda: verify_share(path, ranks.rank, ranks.world_size, ranks.progress)  # noqa: E731
@@ -55,6 +61,8 @@ class NodeRun:
                     url = f"{self.url}/step-{old}"
                     ranks.broadcast("delete", lambda: delete_at(url, ranks.progress))  # noqa: B023
                 job.note("deleted", each - 1)
+            if self.shared:
+                save(f"{self.shared}/step-{step + self.steps}", step + self.steps, ranks)
 
     @contextmanager
     def _killed(self, job: Job) -> Iterator[None]:

@@ -106,6 +106,26 @@ def test_two_neighbours_lost_with_two_copies_are_named(runs: Runs) -> None:
     assert "nodes that are missing: disk-1, disk-2" in runs.errors[0]
 
 
+def test_a_restart_on_empty_nodes_warns(runs: Runs) -> None:
+    """Once, on rank 0, also if only another rank's launcher knows of it."""
+    warning = "none of the nodes here (disk-0, disk-1) has a checkpoint. The job was restarted"
+    runs.run(0, 1)
+    assert warning not in "".join(runs.errors)
+    runs.nodes.lose(0, 1)
+    notes = runs.run(0, 1, restarted=1)
+    assert [note["resumed"] for note in notes] == [0, 0]
+    assert [error.count(warning) for error in runs.errors] == [1, 0]
+
+
+def test_an_older_checkpoint_than_that_of_lost_nodes_is_named(runs: Runs) -> None:
+    shared = runs.nodes.root / "shared"
+    runs.run(0, 1, shared=str(shared))
+    runs.nodes.lose(0, 1)
+    notes = runs.run(0, 1, shared=str(shared))
+    assert [note["resumed"] for note in notes] == [2, 2]
+    assert "none of the nodes here (disk-0, disk-1) has a checkpoint. Resume" in runs.errors[0]
+
+
 def test_a_node_that_was_cut_off_contributes_no_names(runs: Runs) -> None:
     runs.run(0, 1)
     runs.run(1)
