@@ -42,7 +42,8 @@ from lightning_elastic_zero.integrations.engines import (
     find_checkpoint,
 )
 from lightning_elastic_zero.integrations.series import resume_folder
-from lightning_elastic_zero.storage.paths import read_file
+from lightning_elastic_zero.storage.object_store import StorePath
+from lightning_elastic_zero.storage.paths import parse_path, read_file
 
 _FOLDER = "resume_from_checkpoint"
 """The argument of ``train`` that names a folder, or is True for the newest."""
@@ -73,6 +74,10 @@ def _check_supported(trainer: Any, options: LoopOptions) -> None:
         msg = (
             "elastic() needs one output_dir that all ranks share, and save_on_each_node=True is "
             "set: set it to False, and give an output_dir on a shared filesystem"
+        )
+    elif isinstance(folder := parse_path(args.output_dir), StorePath):
+        msg = (
+            f"output_dir is {folder}: the Trainer writes files of its own, so give a path on a disk"
         )
     elif trainer.accelerator.dataloader_config.split_batches:
         msg = (
