@@ -19,19 +19,18 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_elastic_zero.coordination.ranks import Ranks
-from lightning_elastic_zero.core.manifest import load_json
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.process_state import boot_id, mount_namespace
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, as_save_error
-from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState
+from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState, intact_commit
 from lightning_elastic_zero.storage.node_http import PART_BYTES, NodeServer, Peer
 from lightning_elastic_zero.storage.node_names import (
     Agreement,
@@ -157,11 +156,18 @@ def _join(folder: StorePath, ranks: Ranks, copies: int | None) -> JoinedFolder:
             files.make()
             if not place.is_first:
                 return None
-            files.mark(f"{world}-{place.here}")
             with files.locked():
-                state = replace(files.state(), fence=world)
+                state, found = files.state(), files.names()
+                if found and not state.fence:
+                    msg = (
+                        f"{folder} contains checkpoints on {place.hosts[place.here]} that were not "
+                        f"saved on nodes ({format_names(sorted(found), 3)}). Choose a new folder"
+                    )
+                    raise UnsupportedError(msg)
+                state = replace(state, fence=world)
                 files.set_state(state)
-                names = {key: [v.modified_ns, v.digest] for key, v in files.names().items()}
+                names = {key: [v.modified_ns, v.digest] for key, v in found.items()}
+            files.mark(f"{world}-{place.here}")
         kept = {"published": state.published, "members": state.members, "copies": state.copies}
         return {"worlds": state.worlds, "names": names, **kept}
 
@@ -201,14 +207,16 @@ def _join(folder: StorePath, ranks: Ranks, copies: int | None) -> JoinedFolder:
             server=server[0],
         )
 
+        # A later world may have begun, and saved, while these ranks waited for each other.
+
         def take_over() -> None:
-            with as_save_error(folder):
-                if place.is_first:
+            if place.is_first:
+                with as_save_error(folder), files.changing((), world):
                     _take_over(files, agreed, place.here, peers)
 
         def clean() -> None:
-            with as_save_error(folder):
-                if place.is_first:
+            if place.is_first:
+                with as_save_error(folder), files.changing((), world):
                     _clean(files)
 
         ranks.run_all(f"{step}: take over names", take_over)
@@ -216,8 +224,8 @@ def _join(folder: StorePath, ranks: Ranks, copies: int | None) -> JoinedFolder:
         copied = _copy(joined, place, peers, ranks, step)
 
         def record() -> None:
-            with as_save_error(folder), files.locked():
-                if place.is_first:
+            if place.is_first:
+                with as_save_error(folder), files.changing((), world):
                     worlds = (*agreed.worlds, world)
                     files.set_state(
                         NodeState(worlds, agreed.published, place.hosts, world, joined.copies)
@@ -307,17 +315,17 @@ def _take_over(files: NodeFiles, agreed: Agreement, here: int, peers: Mapping[in
 
 def _clean(files: NodeFiles) -> None:
     """On each node: complete deletions, and remove what no name needs."""
-    saves, deleted = set[str](), list[str]()
+    saves, deleted, damaged = set[str](), list[str](), list[str]()
     for key in files.names():
-        content: Any = None
-        with suppress(ValueError):
-            content = load_json(files.read(key)[0])
-        if not isinstance(content, dict):
+        content = intact_commit(files.read(key)[0])
+        if content is None:
+            damaged.append(key.removesuffix(MANIFEST_NAME))
             continue
         if content.get("format") == DELETED_FORMAT:
             deleted.append(key)
         saves.add(str(content.get("save_id")))
-    keys = [each.key for each in files.below("")]
+    # Nobody knows which files a damaged manifest named.
+    keys = [each.key for each in files.below("") if not each.key.startswith(tuple(damaged))]
     hidden = [key for key in keys if is_name(key) and not is_manifest(key)]
     files.delete([*deleted, *hidden, *unnamed(keys, saves)])
     files.delete_unfinished()

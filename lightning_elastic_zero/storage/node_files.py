@@ -29,7 +29,12 @@ from typing import Any
 
 import xxhash
 
-from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME, load_json
+from lightning_elastic_zero.core.manifest import (
+    FORMAT,
+    MANIFEST_NAME,
+    has_valid_digest,
+    load_json,
+)
 from lightning_elastic_zero.core.memory import memory_pools
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import UnsupportedError
@@ -173,14 +178,15 @@ class NodeFiles:
         return sorted(found, key=lambda each: each.key)
 
     def names(self) -> dict[str, NameVersion]:
-        """Return the manifests and links, by key."""
+        """Return the manifests and links, by key. A damaged one is older than any other."""
         found = {}
         for each in self.below(""):
             if is_manifest(each.key):
                 with suppress(FileNotFoundError):
                     data, modified_ns = self.read(each.key)
                     if _is_own_commit(data):
-                        found[each.key] = NameVersion(modified_ns, digest_of(data))
+                        is_intact = intact_commit(data) is not None
+                        found[each.key] = NameVersion(is_intact * modified_ns, digest_of(data))
         return found
 
     # -- writes ------------------------------------------------------------------------------
@@ -420,6 +426,19 @@ def _is_own_commit(data: bytes) -> bool:
         return True
     own = {FORMAT, LINK_FORMAT, DELETED_FORMAT}
     return isinstance(content, dict) and content.get("format") in own
+
+
+def intact_commit(data: bytes) -> dict[str, Any] | None:
+    """Return the content of a manifest, link or deletion; None if it is damaged."""
+    try:
+        text = data.decode()
+        content: Any = load_json(text)
+    except ValueError:
+        return None
+    if not isinstance(content, dict):
+        return None
+    is_manifest_of_save = content.get("format") == FORMAT
+    return None if is_manifest_of_save and not has_valid_digest(text, content) else content
 
 
 def _is_own_data(parts: Sequence[str]) -> bool:

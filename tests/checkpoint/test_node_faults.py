@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import random
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_elastic_zero.checkpoint import nodes as nodes_module
+from lightning_elastic_zero.coordination.ranks import connect_ranks
+from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState
 from tests.checkpoint._node_run import NodeRun
 from tests.support.launch import Job, be_rank, result_of
 from tests.support.nodes import Nodes, needs_mounts
 from tests.support.processes import PROMPT_TIMEOUT_S, free_port
 from tests.support.ranks import ForkServer
+from tests.support.small_checkpoints import contents, fill
 
 
 class Runs:
@@ -154,6 +160,53 @@ def test_a_shared_folder_is_refused(runs: Runs) -> None:
     runs.nodes.disk(1).symlink_to(runs.nodes.disk(0))
     assert runs.run(0, 1, fails=True) == [{}, {}]
     assert "is one folder that" in runs.errors[0]
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 1), (1, 0)])
+def test_checkpoints_of_others_in_the_folder_are_refused(
+    runs: Runs, nodes: tuple[int, ...]
+) -> None:
+    """They were saved on the disk before, without ``node://``."""
+    for node in nodes:
+        runs.nodes.disk(node).mkdir()
+    runs.nodes.path(0).mkdir(mode=0o700)
+    theirs = fill(runs.nodes.path(0, "step-9"), "theirs")
+    before = contents(theirs)
+    for _ in range(2):
+        runs.run(*nodes, fails=True)
+        assert "step-9/manifest.json). Choose a new folder" in "".join(runs.errors)
+    assert contents(theirs) == before
+
+
+def test_a_world_that_begins_during_a_join_keeps_its_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks of the first one go on after the second one has saved."""
+    url, agreement = f"node://{tmp_path}/run", nodes_module._agreement
+    name = tmp_path / "run/step-1/manifest.json"
+
+    def late(*args: Any) -> object:
+        agreed, files = agreement(*args), args[1]
+        with files.locked():
+            files.set_state(NodeState(("second",), "second", (), "second"))
+            files.write_name("step-1/manifest.json", b'{"format": "lightning_elastic_zero"}', 1)
+        return agreed
+
+    monkeypatch.setattr(nodes_module, "_agreement", late)
+    with closing(connect_ranks()) as ranks, pytest.raises(SaveError, match="has started again"):
+        nodes_module.join_folder(url, ranks)
+    assert name.exists()
+    assert NodeFiles(tmp_path / "run").state().worlds == ("second",)
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_name_is_replaced_by_an_intact_one(runs: Runs, damaged: int) -> None:
+    runs.run(0, 1)
+    name = runs.nodes.path(damaged, f"step-{runs.saved}/manifest.json")
+    status = name.stat()
+    name.write_bytes(name.read_bytes()[:-50])
+    os.utime(name, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    runs.check(0, 1)
 
 
 @pytest.mark.long
