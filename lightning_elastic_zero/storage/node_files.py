@@ -288,8 +288,10 @@ class NodeFiles:
         """Delete objects, and folders that become empty; missing ones count as deleted."""
         for key in keys:
             path = self.path(key)
-            with suppress(FileNotFoundError), self._folder_of(path) as folder:
-                os.unlink(path.name, dir_fd=folder)
+            # A failed write to this node leaves parts.
+            for name in (path.name, f"{NEW_PREFIX}{path.name}"):
+                with suppress(FileNotFoundError), self._folder_of(path) as folder:
+                    os.unlink(name, dir_fd=folder)
             self._remove_empty(path.parent)
 
     def _remove_empty(self, folder: Path) -> None:
@@ -357,6 +359,8 @@ class NodeFiles:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
+            # Closing alone keeps the lock if another thread has forked a child meanwhile.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def state(self) -> NodeState:

@@ -27,6 +27,7 @@ import re
 import select
 import socket
 import threading
+import time
 import urllib.parse
 import weakref
 from collections import deque
@@ -34,6 +35,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from email.message import Message
 
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.node_files import NodeFile, NodeFiles, digest_of
 
@@ -155,6 +157,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _serve(self, actions: Mapping[str, Callable[[str], None]]) -> None:
         # An error may leave a part of the request unread: no other one can follow it.
         self.connection.settimeout(TIMEOUT_S)
+        self._due_s = time.monotonic() + TIMEOUT_S / 4
         given = self.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(given, self.server.authorization):
             self._answer(401, b"this is the server of another run", last=True)
@@ -223,6 +226,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     raise ConnectionError
                 start += os.pwrite(descriptor, memory[:count], start)
                 size_bytes -= count
+            # So that the sync of the whole file does not outlast the client's patience.
+            os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
         if whole is not None:
@@ -235,8 +240,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if digest_of(files.read(key)[0]) != self.headers["X-Digest"]:
             raise OSError(errno.EIO, "it does not match its checksum")
         if key.endswith(SUMS_SUFFIX):
-            files.verify(key.removesuffix(SUMS_SUFFIX))
+            files.verify(key.removesuffix(SUMS_SUFFIX), Progress(self._show_life))
         self._answer(204)
+
+    def _show_life(self) -> None:
+        """During a long request, send an interim response, which clients skip."""
+        if time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + TIMEOUT_S / 4
+            self.send_response_only(http.HTTPStatus.CONTINUE)
+            self.end_headers()
 
     def _take_name(self, key: str) -> None:
         data = self._body()
@@ -347,7 +359,7 @@ class Peer:
                 body = _body_of(response)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                if not was_idle:
+                if not was_idle or isinstance(error, TimeoutError):
                     why = str(error) or type(error).__name__
                     msg = f"{self} does not answer ({why})"
                     raise OSError(errno.EIO, msg) from error

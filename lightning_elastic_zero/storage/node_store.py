@@ -171,7 +171,7 @@ class NodeStore(Store):
         self.requests += len(folder.peers)
         for peer in folder.peers:  # What they have changes.
             for key, holders in list(folder.holders.items()):
-                if key.startswith(name):
+                if f"{key}/".startswith(f"{name}/" if name else ""):
                     folder.holders[key] = [each for each in holders if each is not peer]
         return self._wait([_bound(peer.below, name) for peer in folder.peers], progress)
 
@@ -320,6 +320,8 @@ class _NodeWriter:
         self._file.write(part)
         self._size_bytes += part.nbytes
         if self._size_bytes - self._sent_bytes >= PART_BYTES:
+            # Other ranks of this node, and copies of other nodes, need room at the same time.
+            self._folder.files.check_room(PART_BYTES)
             self._send()
 
     def _send(self, *, is_last: bool = False) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -16,12 +20,12 @@ from pathlib import Path
 import pytest
 
 from lightning_elastic_zero.core.manifest import FORMAT
-from lightning_elastic_zero.core.progress import NO_PROGRESS
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import CheckpointCorruptedError, SaveError, UnsupportedError
 from lightning_elastic_zero.storage import file_read, node_http
 from lightning_elastic_zero.storage.file_read import VerifiedFile
-from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
-from lightning_elastic_zero.storage.node_files import NodeFiles
+from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, ChecksummedWriter
+from lightning_elastic_zero.storage.node_files import LOCK, NodeFiles
 from lightning_elastic_zero.storage.object_store import NODES, StorePath
 from lightning_elastic_zero.storage.store import Version
 from tests.storage._nodes import (
@@ -134,6 +138,21 @@ class TestNames:
                 with pytest.raises(PermissionError, match="the job has started again"):
                     change()
         assert [node.path(NAME).read_bytes() for node in nodes] == [_commit(1)] * 3
+
+    def test_a_forked_child_does_not_keep_the_lock(self, nodes: list[Node]) -> None:
+        """A loader's worker may begin while a thread changes a name."""
+        with nodes[0].files.locked():
+            child = os.fork()
+            if not child:
+                time.sleep(60)
+                os._exit(0)
+        try:
+            descriptor = os.open(nodes[0].files.root / LOCK, os.O_WRONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(descriptor)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 class TestLostNodes:
@@ -348,11 +367,34 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class TestRoom:
-    def test_a_full_neighbour_is_named(self, small_disk: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("part_bytes", [1 << 19, 16 << 20])
+    def test_a_full_neighbour_is_named(
+        self,
+        part_bytes: int,
+        small_disk: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("lightning_elastic_zero.storage.node_store.PART_BYTES", part_bytes)
+        monkeypatch.setattr("lightning_elastic_zero.storage.file_write._WRITE_BYTES", 1 << 19)
         with make_nodes(tmp_path, 2) as nodes:
             assert nodes[1].files.root == small_disk
             with pytest.raises(SaveError, match=r"node host-1: \d+ bytes are needed, but .* left"):
                 write_file(nodes[0], DATA)
+            # What has arrived does not occupy the room until the next join.
+            nodes[0].store.delete([f.key for f in nodes[0].store.objects_below(KEY)])
+            assert not list(small_disk.rglob(".zero-new-*"))
+
+    def test_two_ranks_that_fill_a_node_together_are_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each file alone would fit. A container's limit would kill the ranks."""
+        monkeypatch.setattr("lightning_elastic_zero.storage.node_store.PART_BYTES", 1 << 20)
+        room = iter([4 << 20, 2 << 20, 0])
+        free_bytes = "lightning_elastic_zero.storage.node_files.free_bytes"
+        monkeypatch.setattr(free_bytes, lambda _: (next(room), "the cgroup"))
+        with make_nodes(tmp_path, 1) as nodes, pytest.raises(SaveError, match="the cgroup has 0"):
+            write_file(nodes[0], DATA)
 
     def test_a_full_node_can_delete(self, small_disk: Path, tmp_path: Path) -> None:
         with make_nodes(tmp_path, 2) as nodes:
@@ -417,3 +459,42 @@ def test_a_silent_node_is_given_up(nodes: list[Node], monkeypatch: pytest.Monkey
     with nodes[1].files.locked(), pytest.raises(OSError, match="host-1 does not answer") as raised:
         nodes[0].store.swap(NAME, _commit(1), None, NO_PROGRESS)
     assert raised.value.errno == errno.EIO
+
+
+def test_a_silent_node_is_asked_once(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each connection that worked before."""
+    monkeypatch.setattr(node_http, "TIMEOUT_S", 0.5)
+    with nodes[1].peer() as peer:
+        for _ in range(10):
+            connection = http.client.HTTPConnection(
+                "127.0.0.1", nodes[1].server.port, timeout=node_http.TIMEOUT_S
+            )
+            connection.connect()
+            peer._idle.append(connection)
+        with nodes[1].files.locked(), pytest.raises(OSError, match="does not answer"):
+            peer.put_name("step-1/manifest.json", _commit(1), 1)
+        assert len(peer._idle) == 9
+
+
+def test_a_long_verification_is_awaited(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    def verify(_: object, __: str, progress: Progress = NO_PROGRESS) -> None:
+        for _ in range(20):
+            time.sleep(0.1)
+            progress.check()
+
+    monkeypatch.setattr(node_http, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(NodeFiles, "verify", verify)
+    write_file(nodes[0], DATA)
+    assert holders(nodes, FILE + SUMS_SUFFIX) == [0, 1]
+
+
+def test_a_list_of_one_checkpoint_forgets_no_other(nodes: list[Node]) -> None:
+    folder, _, name = FILE.replace("step-1", "step-10").rpartition("/")
+    be_on(nodes[0])
+    with ChecksummedWriter(StorePath(NODES, folder), name) as file:
+        file.write(DATA)
+        entry = file.finish(SAVE)
+    be_on(nodes[2])
+    with VerifiedFile(StorePath(NODES, folder), entry, SAVE) as read:
+        StorePath(NODES, KEY).store.objects_below(f"{KEY}/step-1")
+        assert bytes(read.read(0, len(DATA))) == DATA
