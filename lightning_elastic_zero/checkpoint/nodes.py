@@ -21,6 +21,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def _join(folder: StorePath, ranks: Ranks, copies: int | None) -> JoinedFolder:
     def serve() -> tuple[str, int]:
         with as_save_error(folder):
             files.unmark()
-            server.append(NodeServer(_own_address(), files, token, world))
+            server.append(NodeServer(_own_address(place), files, token, world))
         server[0].start()
         return server[0].address, server[0].port
 
@@ -422,10 +423,22 @@ def _report(
         log.warning("%s: copies are on the same machine, in other containers.", folder)
 
 
-def _own_address() -> str:
-    """Return the address of this machine from which it reaches rank 0's."""
+def _own_address(place: _Place) -> str:
+    """Return the address of this machine from which it reaches rank 0's.
+
+    Raises:
+        UnsupportedError: other machines could not reach it.
+    """
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     family, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # Sends nothing.
-        return str(probe.getsockname()[0])
+        own = str(probe.getsockname()[0])
+    if ip_address(own).is_loopback and len(set(place.boots)) > 1:
+        # Many systems give a machine's own name the address 127.0.1.1.
+        msg = (
+            f"MASTER_ADDR={master} is {own} on {place.hosts[place.here]}, which other nodes cannot "
+            "reach. Start torchrun with --local-addr and this node's address in the network"
+        )
+        raise UnsupportedError(msg)
+    return own

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from lightning_elastic_zero.checkpoint import nodes as nodes_module
 from lightning_elastic_zero.coordination.ranks import connect_ranks
-from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState
 from tests.checkpoint._node_run import NodeRun
 from tests.support.launch import Job, be_rank, result_of
@@ -197,6 +198,17 @@ def test_a_world_that_begins_during_a_join_keeps_its_saves(
         nodes_module.join_folder(url, ranks)
     assert name.exists()
     assert NodeFiles(tmp_path / "run").state().worlds == ("second",)
+
+
+def test_a_loopback_address_of_one_of_several_machines_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
+    of_ranks = ((0,), (1,))
+    alone = nodes_module._Place(("a", "b"), ("one", "one"), 0, 0, of_ranks)
+    assert nodes_module._own_address(alone).startswith("127.")
+    with pytest.raises(UnsupportedError, match="on a, which other nodes cannot reach"):
+        nodes_module._own_address(replace(alone, boots=("one", "other")))
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
