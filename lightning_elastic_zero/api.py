@@ -264,7 +264,7 @@ def newest_checkpoint(
         absent_timeout_s: See ``save_checkpoint``.
 
     Returns:
-        Its path or URL; None if there is no checkpoint, so that training begins at step 0.
+        Its path or URL, or None if no folder contains a checkpoint: start training at step 0.
 
     Raises:
         CheckpointCorruptedError: There are checkpoints, but none is complete. The message names

@@ -56,7 +56,7 @@ class FileQueue:
         self._pending: PendingSave | None = None
         """The last save that has begun, until it is published: nothing is deleted before."""
         self._has_omitted = False
-        """The successor of what is to be deleted now was not saved."""
+        """Whether the last save was omitted: until the next one, nothing is deleted."""
         self._deletions: dict[Folder, object] = {}
         """Identity of each checkpoint to delete."""
         self._published: dict[Folder, object] = {}

@@ -208,10 +208,9 @@ def _join(folder: StorePath, ranks: Ranks, copies: int | None) -> JoinedFolder:
             server=server[0],
         )
 
-        # A later world may have begun, and saved, while these ranks waited for each other.
-
         def take_over() -> None:
             if place.is_first:
+                # A later world may have begun, and saved, while these ranks waited for each other.
                 with as_save_error(folder), files.changing((), world):
                     _take_over(files, agreed, place.here, peers)
 
@@ -418,7 +417,7 @@ def _report(
             format_names(stale),
         )
     if count == 1:
-        log.warning("%s has one copy of each file: there is no other node.", folder)
+        log.warning("%s has only one copy of each file, because the job runs on one node.", folder)
     elif len(set(place.boots)) < min(copies, count):
         log.warning("%s: copies are on the same machine, in other containers.", folder)
 

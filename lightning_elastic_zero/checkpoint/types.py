@@ -58,7 +58,7 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """One save on this rank: what is saved, and where."""
+    """One save on this rank: its target and its contents."""
 
     engine: LiveEngine
     path: str | os.PathLike[str]

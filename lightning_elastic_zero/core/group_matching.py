@@ -82,7 +82,7 @@ def group_conflicts(
 ) -> Iterator[str]:
     """Yield the reasons why a live group cannot take the state of its members' saved groups.
 
-    ``state`` and ``hyperparameters`` determine what is restored.
+    ``state`` and ``hyperparameters`` select the parts that are restored.
     """
     for index, group in enumerate(match_groups(saved, live)):
         origins = [saved.groups[origin] for origin in group.origins]

@@ -80,7 +80,7 @@ NAMES: Mapping[str, dict[str, str]] = {
         "0.18.9": "save_muon_momentum_buffer_in_memory use_muon",
         "0.19.8": "_offload_boundary_param_ids",
     },
-    # With offload_param there is no such buffer, and DeepSpeed refuses offload_states().
+    # Engines with offload_param have no such buffer, and DeepSpeed refuses offload_states().
     "an optimizer without offload_param": {"": "lp_param_buffer"},
     # With offload_optimizer.ratio below 1.
     "an optimizer with partial offload": {"": "backup_optimizer subgroup_to_device"},

@@ -142,9 +142,8 @@ class StagedDirectory(HiddenDirectory):
     def create(cls, target: Path, save_id: str) -> StagedDirectory:
         """Make the hidden directory and missing parents.
 
-        Whether the target may be replaced was checked before (``check_replaceable``): a file that
-        was added to a checkpoint there since then is no reason to fail, and ``put_in_place`` keeps
-        it.
+        ``check_replaceable`` was called before. A file that was added to the target since then
+        does not fail the save: ``put_in_place`` keeps it.
         """
         staged = cls(target, save_id)
         try:

@@ -310,7 +310,7 @@ class RangeFile:
         """After damage, read from another node that has the file; return whether there is one."""
         if not _is_elsewhere(self.path):
             return False
-        _log.warning("%s Another node has this file, and is asked.", damage)
+        _log.warning("%s Another node has a copy of this file, which is read instead.", damage)
         self._source.close()
         self._source = self._open(self._file_bytes)
         return True

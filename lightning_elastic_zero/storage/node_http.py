@@ -40,7 +40,7 @@ from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.node_files import NodeFile, NodeFiles, digest_of
 
 TIMEOUT_S = 20.0
-"""Longest silence of the other side. Less than the stall timeout (50 s) of a step."""
+"""Timeout for bytes of the other side; less than the stall timeout (50 s) of a step."""
 
 IDLE_S = 120.0
 """After this time a server closes a connection without requests."""
@@ -86,7 +86,7 @@ class NodeServer(http.server.ThreadingHTTPServer):
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port of the listening socket."""
         return int(self.server_address[1])
 
     @property
@@ -120,7 +120,7 @@ class NodeServer(http.server.ThreadingHTTPServer):
                 os.close(each.detach())  # ``close`` would wait for the files that use it.
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Print nothing: the client reports what it misses."""
+        """Print nothing: the client reports the failed request."""
 
 
 _servers = weakref.WeakSet[NodeServer]()

@@ -87,7 +87,7 @@ class NodeStore(Store):
     access_advice: ClassVar[str] = "that all nodes run, and the free space and memory of each"
 
     def __init__(self, root: str) -> None:
-        """Know no folder yet; see ``join``."""
+        """Begin without joined folders; see ``join``."""
         self.root, self.requests, self.bytes_read = root, 0, 0
         self._joined: dict[str, JoinedFolder] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_REQUESTS, "elastic-zero nodes")

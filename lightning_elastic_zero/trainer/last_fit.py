@@ -24,7 +24,7 @@ class LastFit:
 
     def __init__(self) -> None:
         self.trained: Any = None
-        """The engine that trained; None: there is no training state."""
+        """The engine of the last fit, or None if no training state exists."""
         self._metrics: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}
 
