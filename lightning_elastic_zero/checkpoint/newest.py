@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from lightning_elastic_zero.checkpoint.nodes import hosts_of, join_folder
 from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import CheckpointCorruptedError, SaveError
@@ -26,11 +27,12 @@ log = logging.getLogger(__name__)
 def find_newest(folders: Sequence[str | os.PathLike[str]], ranks: Ranks) -> str | None:
     """Return the path of the newest checkpoint whose files are all there; None if there is none.
 
-    A warning names newer ones with missing files, and nodes on which there is none although the job
-    was restarted or another folder has one: their memory was lost.
+    A warning names newer ones with missing files or a damaged manifest. It also names nodes on
+    which there is none although the job was restarted or another folder has one: their memory was
+    lost.
 
     Raises:
-        CheckpointCorruptedError: there are checkpoints, but files of all of them are missing.
+        CheckpointCorruptedError: there are checkpoints, but none of them is complete.
         OSError: a folder cannot be listed.
     """
     for folder in folders:
@@ -66,7 +68,8 @@ def _newest(folders: Sequence[AnyPath], progress: Progress) -> str | None:
     for folder in folders:
         before = len(steps)
         for path in checkpoints_in(folder, progress):
-            if folder_at(path).is_checkpoint():
+            found = folder_at(path)
+            if found.is_checkpoint() or found.has_damaged_manifest():
                 manifest = manifest_of(path)
                 steps[path] = manifest.progress.global_steps if manifest else 0
             progress.check()
@@ -80,7 +83,10 @@ def _newest(folders: Sequence[AnyPath], progress: Progress) -> str | None:
             return str(path)
         incomplete.append(f"{path} is incomplete: {lacks}.")
     if incomplete:
-        remedy = "Start the nodes that have them again, or pass a folder of older checkpoints too."
+        remedy = (
+            "Start the nodes that have them again, or pass a folder of older checkpoints too. To "
+            "start at step 0, delete them."
+        )
         msg = f"no checkpoint is complete. {' '.join(incomplete)} {remedy}"
         raise CheckpointCorruptedError(msg)
     return None
@@ -102,8 +108,10 @@ def delete_at(path: str | os.PathLike[str], progress: Progress) -> None:
 
 
 def _lacks(path: AnyPath) -> str:
-    """Return which files of a checkpoint are missing; empty if it is complete."""
+    """Return which files of a checkpoint are missing or damaged; empty if it is complete."""
     folder = folder_at(path)
+    if folder.has_damaged_manifest():
+        return f"its {MANIFEST_NAME} is damaged"
     recorded = folder.recorded()
     if recorded.problem:
         return recorded.problem

@@ -146,6 +146,22 @@ def has_valid_digest(text: str, content: Mapping[str, Any]) -> bool:
     return _digest(text.replace(named, _BLANK)) == named
 
 
+def is_damaged(manifest: bytes) -> bool:
+    """Whether the text of a ``manifest.json`` of this library was changed, or is not JSON.
+
+    Those of other software, links and deletions have no digest.
+    """
+    try:
+        text = manifest.decode()
+        content = load_json(text)
+    except ValueError:
+        return True
+    has_digest = isinstance(content, dict) and (
+        content.get("format") == FORMAT or DIGEST_FIELD in content
+    )
+    return has_digest and not has_valid_digest(text, content)
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 

@@ -136,7 +136,9 @@ def manifest_of(path: AnyPath) -> Manifest | None:
 def _may_be_candidate(entry: Folder) -> bool:
     path = entry.local
     if path is None:
-        return entry.is_checkpoint()
+        with suppress(PermissionError):
+            return entry.exists()
+        return False
     if not os.path.isdir(path):  # noqa: PTH112 (returns False if access is denied)
         return looks_like_checkpoint(path) and os.path.exists(path)  # noqa: PTH110 (as above)
     is_readable = os.access(path, os.R_OK | os.X_OK, effective_ids=True)

@@ -26,11 +26,12 @@ from typing import Protocol
 
 from typing_extensions import Self
 
-from lightning_elastic_zero.core.manifest import MANIFEST_NAME
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME, is_damaged
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.own_files import ExistingTarget, RecordedFiles, target_in
+from lightning_elastic_zero.storage.paths import NO_ENTRY
 
 _POLL_S = 0.1
 
@@ -189,6 +190,15 @@ class Folder(ABC):
     @abstractmethod
     def raise_if_denied(self, error: Exception) -> None:
         """Raise PermissionError if access was denied: this says nothing about the checkpoint."""
+
+    def has_damaged_manifest(self) -> bool:
+        """Whether it has a manifest that is not what was written; then it may be a checkpoint."""
+        try:
+            return is_damaged(self.read_manifest_as_is())
+        except OSError as error:
+            if error.errno not in NO_ENTRY:
+                raise
+            return False
 
     def read_manifest(self) -> bytes:
         """Read the manifest of a checkpoint.

@@ -32,7 +32,7 @@ import xxhash
 from lightning_elastic_zero.core.manifest import (
     FORMAT,
     MANIFEST_NAME,
-    has_valid_digest,
+    is_damaged,
     load_json,
 )
 from lightning_elastic_zero.core.memory import memory_pools
@@ -424,25 +424,17 @@ def _is_own_name(key: str) -> bool:
 
 def _is_own_commit(data: bytes) -> bool:
     """Whether a manifest, link or deletion was written by this library, or is damaged."""
-    try:
-        content: Any = load_json(data)
-    except ValueError:
+    if is_damaged(data):
         return True
+    content: Any = load_json(data)
     own = {FORMAT, LINK_FORMAT, DELETED_FORMAT}
     return isinstance(content, dict) and content.get("format") in own
 
 
 def intact_commit(data: bytes) -> dict[str, Any] | None:
     """Return the content of a manifest, link or deletion; None if it is damaged."""
-    try:
-        text = data.decode()
-        content: Any = load_json(text)
-    except ValueError:
-        return None
-    if not isinstance(content, dict):
-        return None
-    is_manifest_of_save = content.get("format") == FORMAT
-    return None if is_manifest_of_save and not has_valid_digest(text, content) else content
+    content: Any = None if is_damaged(data) else load_json(data)
+    return content if isinstance(content, dict) else None
 
 
 def _is_own_data(parts: Sequence[str]) -> bool:
