@@ -36,12 +36,12 @@ export OMP_NUM_THREADS := 1
 # accelerator has its own folder of compiled operators.
 demo docs test test-long test-releases soak bench ops: export DS_ACCELERATOR := cpu
 demo test test-long test-releases soak bench ops: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cpu
-test-gpu: export DS_ACCELERATOR := cuda
-test-gpu: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cuda
+test-gpu bench-gpu: export DS_ACCELERATOR := cuda
+test-gpu bench-gpu: export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions/cuda
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo docs test test-long test-releases test-gpu soak lint format wheel bench ops clean distclean
+.PHONY: help demo docs test test-long test-releases test-gpu soak lint format wheel bench bench-gpu ops clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,7 +58,7 @@ test-long: ops ## Run all tests: full matrices, faults, random search
 test-releases: $(INSTALLED) ## Run the core tests in environments with other releases
 	$(PYTEST) -m releases $(ARGS)
 
-test-gpu: ops ## Run the device tests on this machine's GPUs; on CPU ranks: ARGS=--device=cpu
+test-gpu: ops ## Run the device tests on this machine's GPUs, on one: ARGS=--share-gpu, on CPUs: ARGS=--device=cpu
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -delete
 	$(PYTEST) -m "gpu or device" $(ARGS)
@@ -86,6 +86,12 @@ wheel: $(INSTALLED) ## Build and check dist/*.whl
 
 bench: ops ## Compare saving and loading with other software
 	@set -e; for script in $(BENCHMARKS); do echo "$$script"; $(PY) $$script $(ARGS); done
+
+# Stock's, this library's and torch's checkpoints and raw copies need 8 times the state on the disk.
+bench-gpu: ops ## The same on one GPU, with 6 GB of state: ARGS="--parameters 1.6e9" for 20 GB
+	@mkdir -p $(TORCH_EXTENSIONS_DIR)
+	$(PY) examples/benchmarks/save_load.py --device cuda --parameters 5e8 --pairs 1:1 --precisions fp32 bf16 --rounds 3 \
+	  --no-universal $(ARGS)
 
 clean: ## Remove caches and outputs of runs
 	rm -rf .cache .hypothesis build dist lightning_logs runs demo_output

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.support.devices import DEVICE, KINDS, chosen_device
+from tests.support.devices import DEVICE, KINDS, SHARED, chosen_device
 from tests.support.processes import remove_shared_memory
 from tests.support.tables import TABLES
 
@@ -38,11 +38,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=KINDS,
         help="device of tests marked device (default: DS_ACCELERATOR, else cuda if available)",
     )
+    group.addoption(
+        "--share-gpu",
+        action="store_true",
+        help="run the ranks of tests marked device on one GPU, over gloo instead of NCCL",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the device; make Hypothesis generate the same examples each time, unless seeded."""
     config.stash[DEVICE] = chosen_device(config.getoption("--device"))
+    config.stash[SHARED] = config.getoption("--share-gpu")
     unseeded = config.getoption("--hypothesis-seed") is None
     settings.register_profile(
         "tests",

@@ -59,6 +59,7 @@ def _row(way: str, costs: Costs, verb: str, state_bytes: float) -> list[str]:
     return [
         way,
         f"{middle['seconds']:.4f}",
+        f"{state_bytes / middle['seconds'] / 1e9:.2f}",
         f"{middle['system']:.4f}",
         f"{middle['faults']:.0f}",
         f"{middle['read'] / state_bytes:.3f}",
@@ -80,6 +81,7 @@ def _compared(way: str, other: str, costs: Costs) -> list[float]:
 _TITLES = (
     "way",
     "seconds",
+    "state per second, GB",
     "system time, s",
     "page faults",
     "read / state",

@@ -224,7 +224,8 @@ def _saves_of(setting: Setting, case: Case, width: int) -> Costs:
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     ours, stock = (case.file(setting.folder, what, ranks) for what in ("ours", "stock"))
     tensors = rank_tensors(engine)
-    spare = [torch.zeros_like(t, device="cpu") for t in tensors]
+    pinned = setting.device == "cuda"  # other memory would be slower than the copy engine
+    spare = [torch.zeros_like(t, device="cpu", pin_memory=pinned) for t in tensors]
     raw = RawWrite(case.file(setting.folder, "raw", ranks).with_suffix(f".{rank}"), spare)
     background = _Background(engine, case.file(setting.folder, "background", ranks))
 

@@ -176,13 +176,14 @@ def test_a_run_continues_bit_for_bit(
         (Setup(2, "1", "fp16"), Setup(1, "1", "fp16")),
         (Setup(1, "2", "bf16"), Setup(2, "3", "bf16")),
         (Setup(2, "3", "bf16", sub_group=700), Setup(1, "2", "bf16", offload=True)),
+        (Setup(1, "2", "bf16"), Setup(3, "3", "bf16")),
     ],
     ids=str,
 )
 def test_another_number_of_devices(
     source: Setup, target: Setup, on_device: OnDevice[StateComparison | None], tmp_path: Path
 ) -> None:
-    """The state of two devices is restored on one, and that of one on two."""
+    """The state of two devices is restored on one, and that of one on two and three."""
     saved = Saved(source, str(tmp_path / "saved.ckpt"))
     on_device(source.world, partial(train_and_save, saved))
     assert_same(on_device(target.world, partial(load, target, saved, steps_before=1)))

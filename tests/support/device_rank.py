@@ -8,7 +8,7 @@ import signal
 import sys
 
 
-def main(path: str, rank: str, world: str, port: str, device: str) -> None:
+def main(path: str, rank: str, world: str, port: str, device: str, shared: str = "") -> None:
     faulthandler.register(signal.SIGUSR1)
     # Makes cuBLAS deterministic; it is read when cuBLAS starts.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -20,7 +20,8 @@ def main(path: str, rank: str, world: str, port: str, device: str) -> None:
 
     from tests.support import fork_server
 
-    fork_server.serve(path, int(rank), int(world), int(port), device)
+    placement = fork_server.Placement(device, shared=bool(shared))
+    fork_server.serve(path, int(rank), int(world), int(port), placement)
 
 
 if __name__ == "__main__":

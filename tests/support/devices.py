@@ -1,4 +1,4 @@
-"""Worlds of ranks on the device of ``--device``: one GPU per rank, or CPUs."""
+"""Worlds of ranks on the device of ``--device``: one GPU per rank or for all, or CPUs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.fork_server import Placement
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, World, environment, joined_world, listening
 
 KINDS = ("cpu", "cuda")
 DEVICE = pytest.StashKey[str]()
 """The kind that the session uses."""
+SHARED = pytest.StashKey[bool]()
+"""Whether all ranks share a GPU (``--share-gpu``)."""
 
 
 def chosen_device(requested: str | None) -> str:
@@ -36,17 +39,17 @@ def chosen_device(requested: str | None) -> str:
     return "cpu"
 
 
-def skip_without_devices(device: str, world: int) -> None:
+def skip_without_devices(placement: Placement, world: int) -> None:
     """Skip a test whose ranks would share a GPU, which NCCL refuses."""
-    if device == "cuda" and world > (count := torch.cuda.device_count()):
-        pytest.skip(f"NCCL needs one GPU per rank: {world} ranks, {count} GPUs")
+    if placement.backend == "nccl" and world > (count := torch.cuda.device_count()):
+        pytest.skip(f"NCCL needs one GPU per rank: {world} ranks, {count} GPUs (try --share-gpu)")
 
 
 class DeviceRanks:
     """Starts each rank as a new process, because CUDA may not work after a fork."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
         self._folder = tempfile.TemporaryDirectory(prefix="ez-device-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._worlds = 0
@@ -56,14 +59,15 @@ class DeviceRanks:
         path = Path(self._folder.name) / f"{self._worlds}-of-{world}"
         logs = tuple(path.with_name(f"{path.name}.{rank}.log") for rank in range(world))
         command = [sys.executable, "-m", "tests.support.device_rank", str(path)]
+        device, shared = self._placement.device, ["shared"] * self._placement.shared
         port = free_port()
         with ExitStack() as stack:
             listener = stack.enter_context(listening(path))
             ranks = [
                 subprocess.Popen(
-                    [*command, str(rank), str(world), str(port), self._device],
+                    [*command, str(rank), str(world), str(port), device, *shared],
                     cwd=ROOT,
-                    env=environment(self._device),
+                    env=environment(device),
                     stdin=subprocess.DEVNULL,
                     stdout=stack.enter_context(logs[rank].open("wb")),
                     stderr=subprocess.STDOUT,

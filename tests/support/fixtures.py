@@ -11,9 +11,10 @@ from typing import Any, TypeAlias, TypeVar
 import pytest
 
 from tests.support.checkpoints import Saved, train_and_save
-from tests.support.devices import DEVICE, DeviceRanks, skip_without_devices
+from tests.support.devices import DEVICE, SHARED, DeviceRanks, skip_without_devices
 from tests.support.engines import Setup
 from tests.support.fault_proxy import FaultProxy
+from tests.support.fork_server import CPUS, Placement
 from tests.support.late_saves import train_and_save_late
 from tests.support.processes import remove_shared_memory
 from tests.support.ranks import ForkServer, Pools
@@ -49,7 +50,7 @@ def pools(device: str, request: pytest.FixtureRequest) -> Iterator[Pools]:
 
     On a machine with a GPU, the imports started a thread, after which no rank can be forked.
     """
-    new = DeviceRanks("cpu") if device == "cuda" else None
+    new = DeviceRanks(CPUS) if device == "cuda" else None
     started = Pools(new or request.getfixturevalue("fork_server"))
     yield started
     started.close()
@@ -85,7 +86,7 @@ def device_pools(device: str, request: pytest.FixtureRequest) -> Iterator[Pools]
     if device == "cpu" and not request.config.getoption("--device"):
         yield request.getfixturevalue("pools")
         return
-    ranks = DeviceRanks(device)
+    ranks = DeviceRanks(Placement(device, shared=request.config.stash[SHARED]))
     started = Pools(ranks)
     yield started
     started.close()
@@ -93,11 +94,12 @@ def device_pools(device: str, request: pytest.FixtureRequest) -> Iterator[Pools]
 
 
 @pytest.fixture
-def on_device(device: str, device_pools: Pools) -> OnDevice[T]:
+def on_device(device: str, device_pools: Pools, pytestconfig: pytest.Config) -> OnDevice[T]:
     """Return a function that runs a call on all ranks of a world, and skips without devices."""
+    placement = Placement(device, shared=pytestconfig.stash[SHARED])
 
     def run(world: int, call: Callable[[], T]) -> list[T]:
-        skip_without_devices(device, world)
+        skip_without_devices(placement, world)
         return device_pools.run(world, call)
 
     return run

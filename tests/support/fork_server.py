@@ -174,24 +174,45 @@ def _fork(path: str, rank: int, world: int, port: int) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1)
-        serve(path, rank, world, port, "cpu")
+        serve(path, rank, world, port, CPUS)
     except BaseException:  # noqa: BLE001 - a forked child must never return into the loop above
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-def serve(path: str, rank: int, world: int, port: int, device: str) -> None:
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks of a world are."""
+
+    device: str
+    """``cpu`` or ``cuda``."""
+    shared: bool = False
+    """All ranks are on one GPU, which NCCL refuses: gloo copies their tensors to the host."""
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device == "cuda" and not self.shared else "gloo"
+
+    def local_rank(self, rank: int) -> int:
+        """Return the number from which DeepSpeed takes a rank's GPU."""
+        return 0 if self.shared else rank
+
+
+CPUS = Placement("cpu")
+
+
+def serve(path: str, rank: int, world: int, port: int, placement: Placement) -> None:
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(placement.local_rank(rank)),
         WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
     session = connect(path)
     session.send(rank)
-    _join_world(device)
+    _join_world(placement)
     session.send_bytes(pickle.dumps(("value", "ready")))
     while True:
         try:
@@ -205,17 +226,16 @@ def serve(path: str, rank: int, world: int, port: int, device: str) -> None:
         session.send_bytes(pickle.dumps(outcome))  # Tensors by value.
 
 
-def _join_world(device: str) -> None:
+def _join_world(placement: Placement) -> None:
     import deepspeed
     import torch
 
     from lightning_elastic_zero.engine.support import use_accelerator
 
-    use_accelerator(device)
-    if device == "cuda":
+    use_accelerator(placement.device)
+    if placement.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if device == "cuda" else "gloo"
-    deepspeed.init_distributed(backend, timeout=COLLECTIVE_TIMEOUT)
+    deepspeed.init_distributed(placement.backend, timeout=COLLECTIVE_TIMEOUT)
 
 
 if __name__ == "__main__":
