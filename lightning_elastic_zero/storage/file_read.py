@@ -410,29 +410,29 @@ def _stop(place: PlacedView) -> int:
 
 def _whole_chunks(places: Iterable[PlacedView]) -> deque[PlacedView]:
     """Return the parts of places that are whole chunks."""
-    found: deque[PlacedView] = deque()
+    whole: deque[PlacedView] = deque()
     for start, memory in places:
         low = -(-start // CHUNK_BYTES) * CHUNK_BYTES
         high = (start + memory.nbytes) // CHUNK_BYTES * CHUNK_BYTES
         if low < high:
-            found.append((low, memory[low - start : high - start]))
-    return found
+            whole.append((low, memory[low - start : high - start]))
+    return whole
 
 
 def _parts(block: PlacedView, inner: Iterable[PlacedView]) -> list[PlacedView]:
     """Cut a block into parts that are read into a place, and parts that stay in its memory."""
-    reached, (start, own), stop = block[0], block, _stop(block)
+    reached, (start, scratch), stop = block[0], block, _stop(block)
     parts: list[PlacedView] = []
     for at, memory in inner:
         if at >= stop:
             break
         low, high = max(at, start), min(at + memory.nbytes, stop)
         if reached < low:
-            parts.append((reached, own[reached - start : low - start]))
+            parts.append((reached, scratch[reached - start : low - start]))
         parts.append((low, memory[low - at : high - at]))
         reached = high
     if reached < stop:
-        parts.append((reached, own[reached - start :]))
+        parts.append((reached, scratch[reached - start :]))
     return parts
 
 
@@ -513,8 +513,8 @@ class VerifiedFile(RangeFile):
             "size_bytes": self.size_bytes,
         }
         for key, value in expected.items():
-            if (found := getattr(sidecar, key)) != value:
-                self._refuse(f"its checksums have {key} {found!r}, expected {value!r}")
+            if (saved := getattr(sidecar, key)) != value:
+                self._refuse(f"its checksums have {key} {saved!r}, expected {value!r}")
         if save_id is not None and save_id != sidecar.save_id:
             self._refuse(f"it belongs to save {sidecar.save_id!r}, expected {save_id!r}")
         count = -(-self.size_bytes // CHUNK_BYTES)

@@ -227,9 +227,9 @@ class ObjectStore(Store):
 
     def objects_below(self, prefix: str, progress: Progress = NO_PROGRESS) -> list[StoredObject]:
         async def call() -> list[StoredObject]:
-            found = await self._obstore.list(self._handle, prefix or None).collect_async()
-            self.requests += len(found) // 1000
-            return sorted(map(_stored, found), key=lambda each: each.key)
+            objects = await self._obstore.list(self._handle, prefix or None).collect_async()
+            self.requests += len(objects) // 1000
+            return sorted(map(_stored, objects), key=lambda each: each.key)
 
         return self._wait(self._repeated(prefix, call), prefix, progress)
 
@@ -237,9 +237,9 @@ class ObjectStore(Store):
         self, prefix: str, progress: Progress = NO_PROGRESS
     ) -> tuple[list[str], list[StoredObject]]:
         async def call() -> tuple[list[str], list[StoredObject]]:
-            found = await self._obstore.list_with_delimiter_async(self._handle, prefix or None)
-            names = sorted(PurePosixPath(path).name for path in found["common_prefixes"])
-            return names, sorted(map(_stored, found["objects"]), key=lambda each: each.key)
+            listed = await self._obstore.list_with_delimiter_async(self._handle, prefix or None)
+            names = sorted(PurePosixPath(path).name for path in listed["common_prefixes"])
+            return names, sorted(map(_stored, listed["objects"]), key=lambda each: each.key)
 
         return self._wait(self._repeated(prefix, call), prefix, progress)
 
@@ -269,8 +269,8 @@ class ObjectStore(Store):
             except PermissionError:
                 raise
             except OSError as error:
-                found, version = self._current(key, progress)
-                if found == data:
+                present, version = self._current(key, progress)
+                if present == data:
                     return version or {}
                 if version != expected:
                     msg = "it was written by another process meanwhile"

@@ -183,8 +183,8 @@ def recorded_files(data: bytes) -> RecordedFiles:
         manifest = load_json(data)
         if target := target_in(data):
             problem = f"its {MANIFEST_NAME} is a link to {target}"
-            own = (MANIFEST_NAME,) if leads_inside(target) else ()
-            return RecordedFiles(dict.fromkeys(own), problem=problem)
+            names = (MANIFEST_NAME,) if leads_inside(target) else ()
+            return RecordedFiles(dict.fromkeys(names), problem=problem)
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             return RecordedFiles(problem=f"its {MANIFEST_NAME} was written by other software")
         files = {str(row["name"]): int(row["size_bytes"]) for row in manifest["files"]}
@@ -354,8 +354,8 @@ def _needed(target: Path) -> str:
     if os.path.ismount(target):
         return "is a mount point, which cannot be replaced"
     with suppress(FileNotFoundError):
-        here = Path.cwd()
-        if target.samefile(here) or real_path(target) in here.parents:
+        working = Path.cwd()
+        if target.samefile(working) or real_path(target) in working.parents:
             return "is the working directory of this process, or contains it"
     return ""
 
@@ -456,18 +456,18 @@ def rename_for_deletion(path: Path) -> Path:
 
 def remove_interrupted_deletions(parent: Path, progress: Progress = NO_PROGRESS) -> list[Path]:
     """Remove the leftovers of killed deletions in a directory; return the removed paths."""
-    found = [
+    leftovers = [
         path
         for path in parent.glob(f"{DELETING_PREFIX}*")
         if _DELETING_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     ]
-    for path in found:
+    for path in leftovers:
         with suppress(OSError):
             if refusal_reason := foreign_files_reason(classify_files(path, hidden=True).foreign):
                 _keep_under_visible_name(path, None, refusal_reason)
             else:
                 remove_own_files(path, progress, hidden=True)
-    return [path for path in found if not os.path.lexists(path)]
+    return [path for path in leftovers if not os.path.lexists(path)]
 
 
 def remove_hidden(

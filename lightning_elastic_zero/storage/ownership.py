@@ -91,8 +91,8 @@ class ProcessIdentity:
         if self.is_on_this_machine():
             if not exists(self.pid):
                 return True
-            here = replace(ProcessKey.of_this_process(), pid=self.pid, started=self.started)
-            if (state := here.state()) is not ProcessState.UNKNOWN:
+            local = replace(ProcessKey.of_this_process(), pid=self.pid, started=self.started)
+            if (state := local.state()) is not ProcessState.UNKNOWN:
                 return state is ProcessState.ENDED
         return untouched_s > DEAD_AFTER_S
 

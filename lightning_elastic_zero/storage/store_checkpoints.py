@@ -116,23 +116,23 @@ def read_commit(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit | N
 def read_any_commit(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit | None:
     """Return the commit of a name, which may be about to be deleted; None if there is none."""
     try:
-        found = path.store.get((path / MANIFEST_NAME).key, progress)
+        stored = path.store.get((path / MANIFEST_NAME).key, progress)
     except FileNotFoundError:
         return None
     try:
-        content: Any = load_json(found[0])
+        content: Any = load_json(stored[0])
     except ValueError:
-        return Commit(*found, problem=f"its {MANIFEST_NAME} is damaged")
+        return Commit(*stored, problem=f"its {MANIFEST_NAME} is damaged")
     kind = content.get("format") if isinstance(content, dict) else None
-    if target := target_in(found[0]):
+    if target := target_in(stored[0]):
         if leads_inside(target):
-            return Commit(*found, linked_to=target)
-        return Commit(*found, problem=f"its {MANIFEST_NAME} is a link to {target}")
+            return Commit(*stored, linked_to=target)
+        return Commit(*stored, problem=f"its {MANIFEST_NAME} is a link to {target}")
     if kind == DELETED_FORMAT:
-        return Commit(*found, is_deleted=True)
+        return Commit(*stored, is_deleted=True)
     if kind == FORMAT and isinstance(content.get("save_id"), str):
-        return Commit(*found, save_id=content["save_id"])
-    return Commit(*found, problem=f"its {MANIFEST_NAME} was written by other software")
+        return Commit(*stored, save_id=content["save_id"])
+    return Commit(*stored, problem=f"its {MANIFEST_NAME} was written by other software")
 
 
 def _has_files(path: StorePath, manifest: bytes) -> bool:
@@ -143,11 +143,11 @@ def _has_files(path: StorePath, manifest: bytes) -> bool:
 
 def file_sizes(path: StorePath) -> dict[str, int]:
     """Return the sizes of all objects below a path, by their names relative to it."""
-    return {_below(path, found): found.size_bytes for found in path.store.objects_below(path.key)}
+    return {_below(path, each): each.size_bytes for each in path.store.objects_below(path.key)}
 
 
-def _below(path: StorePath, found: StoredObject) -> str:
-    return found.key.removeprefix(f"{path.key}/" if path.key else "")
+def _below(path: StorePath, stored: StoredObject) -> str:
+    return stored.key.removeprefix(f"{path.key}/" if path.key else "")
 
 
 # -- replacement and deletion --------------------------------------------------------------------
@@ -219,9 +219,9 @@ def delete_replaced(path: StorePath, commit: Commit, progress: Progress) -> None
     if any(name.startswith(f"{commit.save_id}/{TAG}") for name in copied):
         return
     # Its folder was copied from a disk: the files are not below the save id.
-    found = {_below(path, each): each for each in path.store.objects_below(path.key, progress)}
+    present = {_below(path, each): each for each in path.store.objects_below(path.key, progress)}
     copied.pop(MANIFEST_NAME, None)
-    ours = [found[n].key for n in found if copied.get(n, -1) in {None, found[n].size_bytes}]
+    ours = [p.key for name, p in present.items() if copied.get(name, -1) in {None, p.size_bytes}]
     path.store.delete(ours, progress)
 
 
@@ -229,10 +229,10 @@ def _delete_files(path: StorePath, save_id: str, progress: Progress) -> None:
     """Delete the objects below a save id."""
     if not SAVE_ID.fullmatch(save_id):
         return
-    found = path.store.objects_below((path / save_id).key, progress)
-    ours = [each.key for each in found if _is_ours(_below(path, each))]
+    objects = path.store.objects_below((path / save_id).key, progress)
+    ours = [each.key for each in objects if _is_ours(_below(path, each))]
     path.store.delete(ours, progress)
-    if others := sorted({each.key for each in found}.difference(ours)):
+    if others := sorted({each.key for each in objects}.difference(ours)):
         names = format_names(others, MOST_NAMED)
         _log.warning("%s was removed, but not objects of others below it: %s", path, names)
 
@@ -251,24 +251,24 @@ def remove_leftovers(parent: StorePath, progress: Progress = NO_PROGRESS) -> lis
     owners = _owners(parent, objects)
     if not owners:
         return []
-    now = max(found.modified for found in owners.values())
+    now = max(owner.modified for owner in owners.values())
     probes = [each for each in objects if _below(parent, each).startswith(PROBE_PREFIX)]
     old = timedelta(seconds=PROBE_AGE_S)
     parent.store.delete([each.key for each in probes if now - each.modified > old], progress)
     removed = []
-    for save_id, found in owners.items():
-        removed += _remove_if_dead(parent, save_id, found.key, now, progress)
+    for save_id, owner in owners.items():
+        removed += _remove_if_dead(parent, save_id, owner.key, now, progress)
     return removed
 
 
 def _owners(parent: StorePath, objects: Iterable[StoredObject]) -> dict[str, StoredObject]:
     """Return the owner objects among the objects of a folder, by save id."""
-    found = {
+    named = {
         _below(parent, each).removeprefix(OWNER_PREFIX).removesuffix(".json"): each
         for each in objects
         if _below(parent, each).startswith(OWNER_PREFIX)
     }
-    return {save_id: each for save_id, each in found.items() if SAVE_ID.fullmatch(save_id)}
+    return {save_id: each for save_id, each in named.items() if SAVE_ID.fullmatch(save_id)}
 
 
 def _remove_if_dead(
