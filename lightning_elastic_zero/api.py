@@ -76,6 +76,9 @@ class ElasticOptions:
     """Write the checkpoint while training continues, from a copy of the state in host memory.
     Without room for it on a host, or with offload to NVMe, training waits until it is written.
     ``wait_for_save()`` waits for publication."""
+    node_copies: int = NODE_COPIES
+    """With checkpoints on nodes (``node://``), the number of nodes that have each file.
+    ``node_copies - 1`` neighbours may be lost at once."""
     stall_timeout_s: float = STALL_TIMEOUT_S
     """Seconds that a rank may work on a save or load without progress before the call fails on all
     ranks. Increase it if one call to the file system can take longer."""
@@ -89,6 +92,7 @@ class ElasticOptions:
             if field.type == "bool":
                 check_flag(field.name, getattr(self, field.name))
         check_rename(self.rename)
+        check_count("node_copies", self.node_copies, least=1, unit="nodes")
         self.timeouts()
 
     def timeouts(self) -> Timeouts:
@@ -110,6 +114,7 @@ class ElasticOptions:
         return SaveOptions(
             module_weights=self.save_module_weights,
             warned_objects=None if self.allow_pickle else set(),
+            node_copies=self.node_copies,
         )
 
     def manager(self) -> CheckpointManager:
@@ -174,13 +179,12 @@ def save_checkpoint(
         weights_only=check_flag("weights_only", weights_only),
         exclude_frozen=check_flag("exclude_frozen_parameters", exclude_frozen_parameters),
         module_weights=check_flag("save_module_weights", save_module_weights),
+        node_copies=check_count("node_copies", node_copies, least=1, unit="nodes"),
     )
     client = check_client_state("client_state", client_state)
     of_rank = check_client_state("rank_state", rank_state)
-    copies = check_count("node_copies", node_copies, least=1, unit="nodes")
     live, times = LiveEngine(engine), Timeouts.of(stall_timeout_s, absent_timeout_s)
     with closing(_ranks_to("save", live, path, times)) as ranks:
-        join_folder_of(path, ranks, copies)
         warn_of_open_window(live, path, ranks)
         return save_engine(SaveRequest(live, path, client, options, of_rank), ranks)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lightning_elastic_zero.checkpoint.file_queue import FileQueue
+from lightning_elastic_zero.checkpoint.nodes import join_folder_of
 from lightning_elastic_zero.checkpoint.save import (
     Cancellation,
     ShardContents,
@@ -183,6 +184,7 @@ class AsyncCheckpointer:
                 ``save_engine``.
         """
         began = time.monotonic()
+        join_folder_of(request.path, ranks, request.options.node_copies)
         with self._reporting_once():
             snapshot = self._take_snapshot(request, ranks)
         if snapshot is None:

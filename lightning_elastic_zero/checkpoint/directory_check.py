@@ -11,15 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from lightning_elastic_zero.checkpoint.nodes import join_folder
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.process_state import machine, mount_namespace
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.errors import ElasticZeroError, SaveError, UnsupportedError
+from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.file_write import as_save_error
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import NODES
 from lightning_elastic_zero.storage.ownership import new_id
+from lightning_elastic_zero.storage.paths import is_on_nodes
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,10 @@ PREFIX = "zero-directory-check-"
 """Prefix of the temporary folder's name."""
 
 
-def check_directories(folders: Iterable[object], ranks: Ranks) -> list[str]:
-    """Check that all ranks share each directory.
+def check_directories(
+    folders: Iterable[object], ranks: Ranks, node_copies: int | None = None
+) -> list[str]:
+    """Check that all ranks share each directory; join those on nodes.
 
     Collective. Creates missing directories, as the first save would, and a temporary folder in each
     directory. All ranks use rank 0's ``folders``; None and empty paths are skipped.
@@ -56,6 +59,8 @@ def check_directories(folders: Iterable[object], ranks: Ranks) -> list[str]:
     for folder in map(folder_at, wanted):
         if folder.local is not None:
             made += _check(folder.local, ranks, writers)
+        elif is_on_nodes(folder.path):
+            join_folder(folder.path, ranks, node_copies)
         else:
             _check_remote(folder, ranks)
     return made
@@ -71,9 +76,6 @@ def _host() -> str:
 
 def _check_remote(folder: Folder, ranks: Ranks) -> None:
     """Check that rank 0 can write into a folder and that all ranks can read it. Collective."""
-    if str(folder).startswith(NODES):
-        msg = f"{folder}: trainers do not save on nodes. Use save_checkpoint in a plain loop"
-        raise UnsupportedError(msg)
     step = f"check {folder}"
 
     def leave() -> str:

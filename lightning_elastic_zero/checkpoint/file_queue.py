@@ -27,6 +27,7 @@ from lightning_elastic_zero.engine.support import recovery_script
 from lightning_elastic_zero.storage.file_write import replace_durably, write_durably
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,12 @@ class FileQueue:
         return FileQueue, ()
 
     def protect(self, path: str | os.PathLike[str]) -> None:
-        """Keep the checkpoint that the run was resumed from; links are resolved."""
-        self._resumed_from = folder_at(path).follow_links()
+        """Keep the checkpoint that the run was resumed from; links are resolved.
+
+        On nodes it is deleted once it is replaced, because their memory is small.
+        """
+        if not is_on_nodes(parse_path(path)):
+            self._resumed_from = folder_at(path).follow_links()
 
     # -- saves -------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_elastic_zero.checkpoint.nodes import hosts_of, join_folder
 from lightning_elastic_zero.coordination.ranks import Ranks
@@ -24,8 +24,14 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 log = logging.getLogger(__name__)
 
 
-def find_newest(folders: Sequence[str | os.PathLike[str]], ranks: Ranks) -> str | None:
+def find_newest(
+    folders: Sequence[str | os.PathLike[str]],
+    ranks: Ranks,
+    candidates: Callable[[AnyPath, Progress], Iterable[AnyPath]] = checkpoints_in,
+) -> str | None:
     """Return the path of the newest checkpoint whose files are all there; None if there is none.
+
+    ``candidates`` returns those of a folder, behind links; called on rank 0.
 
     A warning names newer ones with missing files or a damaged manifest. It also names nodes on
     which there is none although the job was restarted or another folder has one: their memory was
@@ -39,7 +45,7 @@ def find_newest(folders: Sequence[str | os.PathLike[str]], ranks: Ranks) -> str 
         join_folder(folder, ranks)
     paths = [*map(parse_path, folders)]
     step = f"find the newest checkpoint in {format_names(list(map(str, folders)))}"
-    newest = ranks.broadcast(step, lambda: _newest(paths, ranks.progress))
+    newest = ranks.broadcast(step, lambda: _newest(paths, candidates, ranks.progress))
     # The agent of a node that replaces a lost one counts from zero, so all ranks are asked.
     restarted = newest is None and any(ranks.all_gather(f"{step}: restarted", _is_restarted))
     if restarted and ranks.rank == 0 and (empty := _empty_nodes(paths)):
@@ -61,13 +67,17 @@ def _empty_nodes(folders: Sequence[AnyPath]) -> list[str]:
     ]
 
 
-def _newest(folders: Sequence[AnyPath], progress: Progress) -> str | None:
+def _newest(
+    folders: Sequence[AnyPath],
+    candidates: Callable[[AnyPath, Progress], Iterable[AnyPath]],
+    progress: Progress,
+) -> str | None:
     """On rank 0: search."""
     steps: dict[AnyPath, int] = {}
     empty: list[AnyPath] = []
     for folder in folders:
         before = len(steps)
-        for path in checkpoints_in(folder, progress):
+        for path in candidates(folder, progress):
             found = folder_at(path)
             if found.is_checkpoint() or found.has_damaged_manifest():
                 manifest = manifest_of(path)

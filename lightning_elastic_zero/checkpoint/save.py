@@ -19,6 +19,7 @@ from lightning_elastic_zero.checkpoint.consistency import (
     warn_of_differences,
 )
 from lightning_elastic_zero.checkpoint.extra_state import warn_of_unsaved, with_extra_states
+from lightning_elastic_zero.checkpoint.nodes import join_folder_of
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     SaveOptions,
@@ -71,6 +72,7 @@ def save_engine(request: SaveRequest, ranks: Ranks) -> CheckpointStats:
         RanksError: a rank failed, died, or did not call this function.
     """
     began = time.monotonic()
+    join_folder_of(request.path, ranks, request.options.node_copies)
     step = f"save: look at the engine {request.engine.at_step()}"
     stats = _write(ranks, step, lambda: collect(request, ranks.rank), Cancellation())
     seconds = time.monotonic() - began

@@ -54,6 +54,8 @@ class SaveOptions:
     """Paths of objects that were already warned of, as loads refuse them; None: no warnings."""
     examined_modules: set[tuple[str, type]] = field(default_factory=set)
     """Names and classes of modules already examined for entries that a save does not contain."""
+    node_copies: int | None = None
+    """Number of nodes that have each file of a checkpoint on nodes; None: as before."""
 
 
 @dataclass(frozen=True, slots=True)

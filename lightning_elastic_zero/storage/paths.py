@@ -80,6 +80,11 @@ def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:
     return StorePath(f"{scheme}://{parts[0]}", "/".join(parts[1:]))
 
 
+def is_on_nodes(path: AnyPath) -> bool:
+    """Whether a path is on the nodes of the job, each of which sees its own files."""
+    return isinstance(path, StorePath) and path.root == NODES
+
+
 def check_local_path(path: str | os.PathLike[str] | StorePath) -> Path:
     """Return the absolute path, without resolving links; refuse the URL of an object store."""
     location = parse_path(path)

@@ -48,6 +48,7 @@ from lightning_elastic_zero.trainer.checks import (
     warn_of_other_schedulers,
     warn_of_replaced_rates,
 )
+from lightning_elastic_zero.trainer.last_checkpoint import answer_last
 from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning import (
     callbacks_of,
@@ -108,9 +109,16 @@ class RunCheckpoints:
         self._loaded_saves: LoadedSaves | None = None
         """Set by a load until training begins."""
         self._hooks = ModelCheckpointHooks(manager, self._link)
-        self.prepare = self._hooks.prepare
         self.last_fit = LastFit()
         self.last_load: CheckpointStats | None = None
+
+    def prepare(self, trainer: pl.Trainer, connect: Callable[[], Ranks]) -> None:
+        """Prepare callbacks before Lightning looks for the last checkpoint.
+
+        ``connect`` returns the ranks, which are not connected yet; collective.
+        """
+        self._hooks.prepare(trainer)
+        answer_last(trainer, connect)
 
     def start(self, trainer: pl.Trainer, engine: Any, *, partitioned: bool) -> None:
         """Begin a run; collective. ``partitioned``: ZeRO-3 has partitioned the weights.
@@ -141,7 +149,7 @@ class RunCheckpoints:
             if isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint))
             and not trainer.fast_dev_run  # type: ignore[attr-defined]
         ]
-        made = check_directories(used, self._get_ranks())
+        made = check_directories(used, self._get_ranks(), self._save_options.node_copies)
         self._made_directories += made if trainer.is_global_zero else ()
         # An unknown layout may occur on one rank only.
         self._get_ranks().run_all(

@@ -12,9 +12,8 @@
 The replacements last from the strategy's setup to its teardown. ``_save_checkpoint`` is replaced
 while the saves of a loaded checkpoint are continued.
 
-With a ``dirpath`` in an object store, ``ckpt_path="last"`` is answered too: Lightning would make a
-local path of the URL, find nothing there, and start from the beginning. And ``save_last="link"``,
-which Lightning refuses there, makes a link of this library.
+With a ``dirpath`` in an object store or on nodes, ``save_last="link"``, which Lightning refuses
+there, makes a link of this library.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.core.manifest import MANIFEST_NAME, TrainingProgress, manifest_from_json
-from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError, SaveError
+from lightning_elastic_zero.core.manifest import TrainingProgress, manifest_from_json
+from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
@@ -57,28 +56,6 @@ def _save_at_step(callback: ModelCheckpoint, trainer: pl.Trainer, *of_batch: Any
     """Save if it is due, unless the batch is inside an accumulation window."""
     if not pending_micro_batches(trainer):
         ModelCheckpoint.on_train_batch_end(callback, trainer, *of_batch)
-
-
-def _last_checkpoints(callback: ModelCheckpoint, _: pl.Trainer) -> set[str]:
-    """Return the manifests of the last checkpoints: Lightning asks for the time of an object."""
-    folder, name = _folder(callback), re.escape(callback.CHECKPOINT_NAME_LAST)
-    pattern = re.compile(rf"{name}(-\d+)?.*{re.escape(callback.FILE_EXTENSION)}")
-    try:
-        entries = folder.entries() if folder is not None else ()
-        last = [entry for entry in entries if pattern.fullmatch(entry.path.name)]
-        return {str(entry.path / MANIFEST_NAME) for entry in last if entry.exists()}
-    except OSError as error:
-        msg = f"{folder} cannot be listed ({error.strerror})"
-        raise CheckpointNotFoundError(msg) from error
-
-
-def is_found_as_last(trainer: pl.Trainer, path: str) -> bool:
-    """Whether ``ckpt_path="last"`` finds a checkpoint, if it is the newest."""
-    saving = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-    with suppress(OSError, ElasticZeroError):  # of the store
-        last_paths = {each for c in saving for each in c._find_last_checkpoints(trainer)}
-        return not last_paths.isdisjoint({path, f"{path}/{MANIFEST_NAME}"})  # the latter in a store
-    return False
 
 
 def _warn(warns: Callable[[str], None], dirpath: str) -> None:
@@ -111,7 +88,7 @@ class ModelCheckpointHooks:
         """When it was published."""
 
     def prepare(self, trainer: pl.Trainer) -> None:
-        """Prepare callbacks that do not save on a disk, before ``fit`` looks for the last one.
+        """Prepare callbacks that do not save on a disk.
 
         Their setup refuses ``save_last="link"``, so that is hidden from it until ``begin``.
         """
@@ -121,8 +98,6 @@ class ModelCheckpointHooks:
             folder = _folder(callback)
             if folder is None or folder.local is not None:
                 continue
-            if _is_lightnings_own(callback, "_find_last_checkpoints"):
-                vars(callback)["_find_last_checkpoints"] = partial(_last_checkpoints, callback)
             if warns := getattr(callback, _WARNS, None):
                 vars(callback)[_WARNS] = partial(_warn, warns)
             if callback.save_last == "link":

@@ -32,8 +32,8 @@ from lightning_elastic_zero.coordination.ranks import any_rank
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.trainer.accumulation import pending_micro_batches
+from lightning_elastic_zero.trainer.last_checkpoint import is_found_as_last
 from lightning_elastic_zero.trainer.lightning import log_train_step
-from lightning_elastic_zero.trainer.model_checkpoint import is_found_as_last
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
 Notice: TypeAlias = Callable[[], bool]

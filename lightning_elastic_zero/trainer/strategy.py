@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from fsspec import register_implementation
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from typing_extensions import override
@@ -46,6 +47,7 @@ from lightning_elastic_zero.trainer.lightning import (
     split_parent_options,
 )
 from lightning_elastic_zero.trainer.loaders import SampleOrderCheck
+from lightning_elastic_zero.trainer.node_file_system import NodeFileSystem
 from lightning_elastic_zero.trainer.resume import RunResumer
 
 
@@ -116,6 +118,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         )
         self._ranks: Ranks | None = None
         self._prepared: pl.LightningModule | None = None
+        self._is_connected = False
+        """Whether the ranks are connected for a run whose environment is not set up yet."""
 
     @classmethod
     @override
@@ -136,8 +140,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             trainer = None
             with suppress(RuntimeError):  # It has no trainer yet.
                 trainer = module.trainer
-            if trainer is not None:
-                self._checkpoints.prepare(trainer)
+            if trainer is not None and trainer.strategy is self:
+                self._checkpoints.prepare(trainer, self._connect_early)
                 self._prepared = module
         return module
 
@@ -169,9 +173,14 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             self._ranks.close()
             self._ranks = None
 
-    @override
-    def setup_environment(self) -> None:
-        self._prepared = None  # the next fit may have other callbacks
+    def _connect_early(self) -> Ranks:
+        """Connect the ranks before ``setup_environment``, and return them; collective."""
+        if not self._is_connected:
+            self._connect()
+        return self._get_ranks()
+
+    def _connect(self) -> None:
+        """Connect the ranks for one run; collective."""
         self._leave_ranks()  # left by a save after the last run, whose process group may be closed
         hide_known_warnings()
         check_config(self.config or {}, trains=is_fitting(self._trainer))
@@ -183,6 +192,14 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             super(DeepSpeedStrategy, self).setup_environment()
         else:
             super().setup_environment()
+        self._is_connected = True
+
+    @override
+    def setup_environment(self) -> None:
+        self._prepared = None  # the next fit may have other callbacks
+        if not self._is_connected:
+            self._connect()
+        self._is_connected = False  # the next run may have another process group
         if is_fitting(self._trainer):
             self._resumer.begin()
         self._batches.begin(self._trainer, self.config, is_users=not self._config_initialized)
@@ -415,3 +432,4 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
 
 ElasticDeepSpeedStrategy.register_strategies(StrategyRegistry)
+register_implementation(NodeFileSystem.protocol, NodeFileSystem)

@@ -1,0 +1,110 @@
+"""The answer to ``ckpt_path="last"``, where Lightning's own would be wrong.
+
+Lightning asks each ``ModelCheckpoint`` on each rank, before the ranks are connected, and takes the
+newest answer by the times of files.
+
+- In an object store, it would make a local path of the URL, find nothing there, and start from the
+  beginning.
+- On nodes, an empty node would find nothing, and files of a checkpoint may be lost with their
+  nodes. So the ranks connect, and the answer is the newest complete checkpoint of all callbacks,
+  wherever they save. If none is complete, the error names the missing nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_elastic_zero.checkpoint.newest import find_newest
+from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME
+from lightning_elastic_zero.core.progress import Progress
+from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError
+from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
+
+_FIND = "_find_last_checkpoints"
+
+
+def answer_last(trainer: pl.Trainer, connect: Callable[[], Ranks]) -> None:
+    """Replace the search of callbacks that Lightning would not answer correctly.
+
+    ``connect`` returns the ranks; collective.
+    """
+    callbacks = [c for c in _saving(trainer) if c.dirpath and _searches_as_lightning(c)]
+    on_nodes = any(is_on_nodes(parse_path(folder)) for folder in _folders(trainer))
+    for callback in callbacks:
+        vars(callback).pop(_FIND, None)  # of an earlier run
+        if on_nodes:
+            vars(callback)[_FIND] = lambda _: set()
+        elif _is_remote(callback):
+            vars(callback)[_FIND] = partial(_last_in_store, callback)
+    if on_nodes and callbacks:
+        vars(callbacks[0])[_FIND] = partial(_newest_complete, callbacks, connect)
+
+
+def is_found_as_last(trainer: pl.Trainer, path: str) -> bool:
+    """Whether ``ckpt_path="last"`` finds a checkpoint, if it is the newest; for one rank."""
+    with suppress(OSError, ElasticZeroError):  # of the store
+        last_paths = {each for c in _saving(trainer) for each in _last_of(c, trainer)}
+        return not last_paths.isdisjoint({path, f"{path}/{MANIFEST_NAME}"})  # the latter in a store
+    return False
+
+
+def _newest_complete(
+    callbacks: Sequence[ModelCheckpoint], connect: Callable[[], Ranks], trainer: pl.Trainer
+) -> set[str]:
+    """Return the newest complete checkpoint of all callbacks; collective."""
+
+    def last_in(folder: AnyPath, _: Progress) -> set[AnyPath]:
+        here = [c for c in callbacks if parse_path(str(c.dirpath)) == folder]
+        paths = {path for callback in here for path in _last_of(callback, trainer)}
+        return {folder_at(path).follow_links().path for path in paths}
+
+    if newest := find_newest(_folders(trainer), connect(), last_in):
+        return {newest if folder_at(newest).local else f"{newest}/{MANIFEST_NAME}"}
+    # Those of other software are not searched.
+    return {path for c in callbacks if not _is_remote(c) for path in _last_of(c, trainer)}
+
+
+def _last_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str]:
+    """Return the last checkpoints of a callback, as this process finds them."""
+    if _is_remote(callback) and _searches_as_lightning(callback):
+        return _last_in_store(callback, trainer)
+    return type(callback)._find_last_checkpoints(callback, trainer)
+
+
+def _last_in_store(callback: ModelCheckpoint, _: pl.Trainer) -> set[str]:
+    """Return the manifests of the last checkpoints: Lightning asks for the time of an object."""
+    folder, name = folder_at(str(callback.dirpath)), re.escape(callback.CHECKPOINT_NAME_LAST)
+    pattern = re.compile(rf"{name}(-\d+)?.*{re.escape(callback.FILE_EXTENSION)}")
+    try:
+        last = [entry for entry in folder.entries() if pattern.fullmatch(entry.path.name)]
+        return {str(entry.path / MANIFEST_NAME) for entry in last if entry.exists()}
+    except OSError as error:
+        msg = f"{folder} cannot be listed ({error.strerror})"
+        raise CheckpointNotFoundError(msg) from error
+
+
+def _saving(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+
+
+def _folders(trainer: pl.Trainer) -> list[str]:
+    """Return the folders of all callbacks that save, also of ``OnExceptionCheckpoint``."""
+    given = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+    return list(dict.fromkeys(str(folder) for folder in given if folder))
+
+
+def _is_remote(callback: ModelCheckpoint) -> bool:
+    return bool(callback.dirpath) and folder_at(str(callback.dirpath)).local is None
+
+
+def _searches_as_lightning(callback: ModelCheckpoint) -> bool:
+    return type(callback)._find_last_checkpoints is ModelCheckpoint._find_last_checkpoints
