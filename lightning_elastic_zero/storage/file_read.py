@@ -67,6 +67,7 @@ _Block: TypeAlias = tuple[int, int, int, int]
 
 class _LocalSource:
     is_remote = False
+    holder: object = None
 
     def __init__(self, path: Path) -> None:
         self._descriptor, status = open_file(path)
@@ -99,6 +100,7 @@ class _StoreSource:
 
     def __init__(self, path: StorePath, size_bytes: int | None, progress: Progress) -> None:
         self._path, self._progress = path, progress
+        self.holder: object = None  # Of the bytes that were read last.
         self.size_bytes = path.store.size(path.key, progress) if size_bytes is None else size_bytes
         self._reads: dict[int, Read] = {}
         # The index of a file of torch.save is at its end, the pickle at its beginning.
@@ -118,7 +120,9 @@ class _StoreSource:
         if read is None:
             read = self._reads[start] = self._request(start, start + memory.nbytes)
         # Fewer bytes if the object is shorter than recorded, then none.
+        self.holder = None
         data = read.result(self._progress)[start - read.start :][: memory.nbytes]
+        self.holder = read.holder
         memory[: data.nbytes] = data
         if start + data.nbytes >= read.stop and self._reads.get(read.start) is read:
             del self._reads[read.start]  # And not a block that starts where one of the ends does.
@@ -308,7 +312,9 @@ class RangeFile:
 
     def _read_elsewhere(self, damage: CheckpointCorruptedError) -> bool:
         """After damage, read from another node that has the file; return whether there is one."""
-        if not _is_elsewhere(self.path):
+        holder = self._source.holder
+        all_failed = self._source.is_remote and holder is None
+        if all_failed or not _is_elsewhere(self.path, holder):
             return False
         _log.warning("%s Another node has a copy of this file, which is read instead.", damage)
         self._source.close()
@@ -316,14 +322,18 @@ class RangeFile:
         return True
 
     def _fill_once(self, start: int, memory: memoryview, cached: int = 0) -> None:
-        filled, stop = start + cached, start + memory.nbytes
+        checked, filled, stop = start, start + cached, start + memory.nbytes
         while filled < stop:
             with self._disk_errors(start, stop):
                 count = self._source.read_into(memory[filled - start :], self._start + filled)
             if not count:
                 self._refuse(f"it ends at byte {filled}, expected {self.size_bytes} bytes")
             filled += count
-        self._check_block(memory, start)
+            if filled < stop:  # The next bytes may come from another node.
+                whole = filled // CHUNK_BYTES * CHUNK_BYTES
+                self._check_block(memory[checked - start : whole - start], checked)
+                checked = whole
+        self._check_block(memory[checked - start :], checked)
 
     @contextmanager
     def _disk_errors(self, start: int, stop: int) -> Iterator[None]:
@@ -363,9 +373,9 @@ class RangeFile:
         self.close()
 
 
-def _is_elsewhere(path: AnyPath) -> bool:
+def _is_elsewhere(path: AnyPath, holder: object = None) -> bool:
     """Whether another node has a file that was found to be damaged where it was read."""
-    return isinstance(path, StorePath) and path.store.distrust(path.key)
+    return isinstance(path, StorePath) and path.store.distrust(path.key, holder)
 
 
 def _why_missing(path: AnyPath) -> str:

@@ -21,9 +21,9 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,16 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class NodeState:
     """What a node has belonged to; see ``node_names.NodeRecord``."""
 
+    node: str = ""
+    """Drawn when the folder joins for the first time."""
     worlds: tuple[str, ...] = ()
     published: str = ""
-    members: tuple[str, ...] = ()
+    members: Mapping[str, str] = field(default_factory=dict)
+    copies: int = 0
     fence: str = ""
     """The world whose ranks may change names now. Ranks of an earlier one may still run."""
-    copies: int = 2
-    """How many nodes have each file."""
+    damaged: tuple[str, ...] = ()
+    """Files that a read has found to be damaged: the next join replaces them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,11 +381,16 @@ class NodeFiles:
             data = file.read(_MOST_STATE_BYTES)
         try:
             found: Any = load_json(data)
-            worlds, members = tuple(map(str, found["worlds"])), tuple(map(str, found["members"]))
             return NodeState(
-                worlds, str(found["published"]), members, str(found["fence"]), int(found["copies"])
+                str(found["node"]),
+                tuple(map(str, found["worlds"])),
+                str(found["published"]),
+                {str(node): str(host) for node, host in found["members"].items()},
+                int(found["copies"]),
+                str(found["fence"]),
+                tuple(map(str, found["damaged"])),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OSError(errno.EINVAL, f"it is damaged ({error!r})", str(path)) from error
 
     def mark(self, name: str) -> None:
@@ -398,6 +406,15 @@ class NodeFiles:
         """Remove these files, also of killed joins."""
         for path in self.root.glob(f"{MARK_PREFIX}*"):
             path.unlink(missing_ok=True)
+
+    def note_damage(self, key: str, *, damaged: bool = True) -> None:
+        """Remember that a file, or the checksums next to it, is damaged, or is not any more."""
+        self.path(key)
+        name = key.removesuffix(SUMS_SUFFIX)
+        with self.locked():
+            state = self.state()
+            others = tuple(each for each in state.damaged if each != name)
+            self.set_state(replace(state, damaged=(*others, name) if damaged else others))
 
     def set_state(self, state: NodeState) -> None:
         """Record what this node belongs to, while the folder is ``locked``."""

@@ -7,12 +7,14 @@
     PUT    /part/<key>    X-Start, and X-Size with the last part: it gives the file its name
     PUT    /small/<key>   X-Digest. After checksums (``.sums``), their file is read back.
     PUT    /name/<key>    X-Modified
-    POST   /delete/       [key, ...]
+    POST   /delete/       X-Modified. [key, ...]
+    POST   /damage/<key>  a read has found that this node's file is damaged
 
 Each request has the token of its world, which rank 0 draws and the job's store distributes. It
 prevents accidents: other runs and other users of a cluster neither read, write nor delete through a
 server. It does not protect against somebody who can read the job's network traffic or its store.
-Names are changed only while this world owns the node (``NodeFiles.changing``).
+Names are changed only while this world owns the node (``NodeFiles.changing``), and in the order in
+which rank 0 asked: a request that it has given up must not undo a later one.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ import time
 import urllib.parse
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from email.message import Message
 
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.node_files import NodeFile, NodeFiles, digest_of
+from lightning_elastic_zero.storage.node_names import is_name
 
 TIMEOUT_S = 20.0
 """Timeout for bytes of the other side; less than the stall timeout (50 s) of a step."""
@@ -79,6 +82,7 @@ class NodeServer(http.server.ThreadingHTTPServer):
         super().__init__((address, 0), _Handler)
         _servers.add(self)
         self.files, self.world = files, world
+        self.changed_ns = 0  # The time of the newest change of a name.
         self.authorization = f"Bearer {token}".encode()
         self._thread = threading.Thread(
             target=self.serve_forever, args=(_POLL_S,), name="elastic-zero nodes", daemon=True
@@ -152,7 +156,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         )
 
     def do_POST(self) -> None:
-        self._serve({"delete": self._delete})
+        self._serve({"delete": self._delete, "damage": self._note_damage})
 
     def _serve(self, actions: Mapping[str, Callable[[str], None]]) -> None:
         # An error may leave a part of the request unread: no other one can follow it.
@@ -252,14 +256,29 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _take_name(self, key: str) -> None:
         data = self._body()
-        with self.server.files.changing([key], self.server.world):
-            self.server.files.write_name(key, data, int(self.headers["X-Modified"]))
+        with self._changing([key]) as changed_ns:
+            self.server.files.write_name(key, data, changed_ns)
         self._answer(204)
 
     def _delete(self, _: str) -> None:
         keys = json.loads(self._body())
-        with self.server.files.changing(keys, self.server.world):
+        with self._changing(keys):
             self.server.files.delete(keys)
+        self._answer(204)
+
+    @contextmanager
+    def _changing(self, keys: Collection[str]) -> Iterator[int]:
+        server, changed_ns = self.server, int(self.headers["X-Modified"])
+        with server.files.changing(keys, server.world):
+            if any(map(is_name, keys)):  # Other ranks delete data.
+                if changed_ns < server.changed_ns:
+                    raise OSError(errno.EACCES, "a later change was made meanwhile")
+                server.changed_ns = changed_ns
+            yield changed_ns
+
+    def _note_damage(self, key: str) -> None:
+        self._body()
+        self.server.files.note_damage(key)
         self._answer(204)
 
     def _body(self) -> bytes:
@@ -326,9 +345,14 @@ class Peer:
         """Write a name."""
         self._ask("PUT", "name", key, {"X-Modified": str(modified_ns)}, data)
 
-    def delete(self, keys: Collection[str]) -> None:
+    def delete(self, keys: Collection[str], changed_ns: int) -> None:
         """Delete objects."""
-        self._ask("POST", "delete", "", {}, json.dumps(list(keys)).encode())
+        headers = {"X-Modified": str(changed_ns)}
+        self._ask("POST", "delete", "", headers, json.dumps(list(keys)).encode())
+
+    def note_damage(self, key: str) -> None:
+        """Report that its file is damaged."""
+        self._ask("POST", "damage", key)
 
     def close(self) -> None:
         """Close the idle connections."""

@@ -37,6 +37,8 @@ class NameVersion:
 class NodeRecord:
     """What a node knows when it joins a world."""
 
+    node: str
+    """The id of its folder."""
     host: str
     """For messages."""
     boot: str
@@ -45,8 +47,10 @@ class NodeRecord:
     """The worlds that it, or nodes whose names it took over, belonged to; empty: a new folder."""
     published: str = ""
     """The last of them in which a name of a checkpoint was written or deleted; empty: none."""
-    members: tuple[str, ...] = ()
-    """The hosts of the last of them."""
+    members: Mapping[str, str] = field(default_factory=dict)
+    """The hosts of the last of them, by the ids of their folders."""
+    copies: int = 0
+    """How many nodes have each file; 0: nobody has chosen a number."""
     names: Mapping[str, NameVersion] = field(default_factory=dict)
     """Its manifests and links, by key."""
 
@@ -61,10 +65,12 @@ class Agreement:
     """The last of them in which a name was written or deleted."""
     names: Mapping[str, tuple[int, NameVersion]]
     """By key: a node that has the newest version, and the version."""
+    copies: int
+    """How many nodes have each file; 0: nobody has chosen a number."""
     stale: tuple[int, ...]
     """Nodes that missed a world, and contribute data only."""
     missing: tuple[str, ...]
-    """Hosts of the last world that are not here."""
+    """Hosts of the last world whose folders are not here."""
 
 
 class DisagreementError(Exception):
@@ -83,15 +89,20 @@ def agree(nodes: Sequence[NodeRecord]) -> Agreement:
         for key, version in nodes[n].names.items():
             if key not in names or names[key][1] < version:
                 names[key] = (n, version)
-    here = {node.host for node in nodes}
+    here, hosts = {node.node for node in nodes}, {node.host for node in nodes}
     worlds = tuple(dict.fromkeys(world for n in deciding for world in nodes[n].worlds))
-    members = dict.fromkeys(host for n in deciding for host in nodes[n].members)
+    members = {node: host for n in deciding for node, host in nodes[n].members.items()}
     return Agreement(
         worlds,
         published=max((nodes[n].published for n in deciding), key=("", *worlds).index, default=""),
         names=names,
+        copies=max((nodes[n].copies for n in deciding), default=0),
         stale=tuple(n for n, node in enumerate(nodes) if node.worlds and n not in deciding),
-        missing=tuple(host for host in members if host not in here),
+        missing=tuple(
+            f"{host} (now with a new folder)" if host in hosts else host
+            for node, host in members.items()
+            if node not in here
+        ),
     )
 
 
@@ -181,12 +192,12 @@ def copy_targets(boots: Sequence[str], node: int, copies: int) -> tuple[int, ...
 
 def planned_copies(
     holders: Mapping[str, Sequence[int]], boots: Sequence[str], copies: int
-) -> dict[int, list[tuple[str, int]]]:
-    """Return which files each node must get, and from which node, until each has enough copies.
+) -> dict[int, list[str]]:
+    """Return which files each node must get until each file has enough copies.
 
     ``holders`` are the nodes that have each file.
     """
-    plan: dict[int, list[tuple[str, int]]] = {}
+    plan: dict[int, list[str]] = {}
     for key, nodes in holders.items():
         missing = min(copies, len(boots)) - len(nodes)
         if not nodes or missing <= 0:
@@ -194,5 +205,5 @@ def planned_copies(
         candidates = copy_targets(boots, nodes[0], len(boots))
         targets = [node for node in candidates if node not in nodes][:missing]
         for target in targets:
-            plan.setdefault(target, []).append((key, nodes[0]))
+            plan.setdefault(target, []).append(key)
     return plan

@@ -63,6 +63,8 @@ class JoinedFolder:
     server: NodeServer | None = None
     holders: dict[str, list[Peer]] = field(default_factory=dict)
     """Nodes that have a file, by key."""
+    answered: dict[str, Peer] = field(default_factory=dict)
+    """The node from which a small file was read last, by key."""
     distrusted: set[str] = field(default_factory=set)
     """Files of this node that were found to be damaged."""
     changing: threading.Lock = field(default_factory=threading.Lock)
@@ -85,6 +87,7 @@ class NodeStore(Store):
     """The folders of this machine that ``node://`` URLs name; see ``store.Store``."""
 
     access_advice: ClassVar[str] = "that all nodes run, and the free space and memory of each"
+    has_one_writer: ClassVar[bool] = True
 
     def __init__(self, root: str) -> None:
         """Begin without joined folders; see ``join``."""
@@ -112,11 +115,16 @@ class NodeStore(Store):
         folder, name = self._at(key)
         with suppress(FileNotFoundError, NotADirectoryError):
             if name not in folder.distrusted:
-                return _content(*folder.files.read(name))
+                content = _content(*folder.files.read(name))
+                folder.answered.pop(name, None)
+                return content
         if is_name(name):  # It would be here.
             raise self._missing(key)
         peers = self._having(folder, name) or folder.peers
-        data, modified_ns = self._wait([lambda: self._ask(peers, key, _get(name))], progress)[0]
+        peer, (data, modified_ns) = self._wait(
+            [lambda: self._ask(peers, key, _get(name))], progress
+        )[0]
+        folder.answered[name] = peer
         self.bytes_read += len(data)
         return _content(data, modified_ns)
 
@@ -133,20 +141,20 @@ class NodeStore(Store):
         folder, name = self._at(key)
         peers = self._having(folder, name)
 
-        def read() -> memoryview:
-            data = self._ask(peers, key, lambda peer: peer.read(name, start, stop))
+        def read() -> tuple[Peer, memoryview]:
+            peer, data = self._ask(peers, key, lambda peer: peer.read(name, start, stop))
             self.bytes_read += data.nbytes
-            return data
+            return peer, data
 
         return _Read(start, stop, self._threads.submit(read))
 
-    def _ask(self, peers: Sequence[Peer], key: str, call: Callable[[Peer], T]) -> T:
-        """Return the answer of the first node that has an object."""
+    def _ask(self, peers: Sequence[Peer], key: str, call: Callable[[Peer], T]) -> tuple[Peer, T]:
+        """Return the first node that has an object, and its answer."""
         failure: OSError = self._missing(key)
         for peer in list(peers):
             self.requests += 1
             try:
-                return call(peer)
+                return peer, call(peer)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -195,13 +203,19 @@ class NodeStore(Store):
         path = folder.files.path(name)
         return path if name not in folder.distrusted and path.is_file() else None
 
-    def distrust(self, key: str) -> bool:
+    def distrust(self, key: str, holder: object) -> bool:
         folder, name = self._at(key)
-        if self.local_file(key) is not None:
+        others = self._having(folder, name)
+        holder = holder or folder.answered.get(name)
+        if isinstance(holder, Peer):
+            others = folder.holders[name] = [each for each in others if each is not holder]
+            with suppress(OSError):
+                holder.note_damage(name)
+        elif folder.world and name not in folder.distrusted:
             folder.distrusted.add(name)
-        elif holders := folder.holders.get(name):
-            holders.pop(0)
-        return bool(self._having(folder, name))
+            with suppress(OSError):
+                folder.files.note_damage(name)
+        return bool(others)
 
     def why_missing(self) -> str:
         if not self._joined:
@@ -247,8 +261,12 @@ class NodeStore(Store):
         for folder, names in by_folder.values():
             with folder.changing:
                 with folder.files.changing(names, folder.world):
+                    folder.newest_ns = later_ns(time.time_ns(), folder.newest_ns)
+                delete = [_bound(peer.delete, names, folder.newest_ns) for peer in folder.peers]
+                self._wait(delete, progress)
+                # Here at last: after a failure, another call finds them and deletes them again.
+                with folder.files.changing(names, folder.world):
                     folder.files.delete(names)
-                self._wait([_bound(peer.delete, names) for peer in folder.peers], progress)
 
     # -- folders -----------------------------------------------------------------------------
 
@@ -288,10 +306,14 @@ class NodeStore(Store):
 class _Read:
     start: int
     stop: int
-    _future: concurrent.futures.Future[memoryview]
+    _future: concurrent.futures.Future[tuple[Peer, memoryview]]
 
     def result(self, progress: Progress) -> memoryview:
-        return _results([self._future], progress)[0]
+        return _results([self._future], progress)[0][1]
+
+    @property
+    def holder(self) -> object:
+        return self._future.result()[0]
 
     def cancel(self) -> None:
         self._future.cancel()

@@ -394,6 +394,7 @@ class _Read:
     stop: int
     _future: concurrent.futures.Future[memoryview]
     _result: Callable[[Progress], memoryview]
+    holder: object = None
 
     def result(self, progress: Progress) -> memoryview:
         return self._result(progress)

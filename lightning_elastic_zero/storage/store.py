@@ -40,6 +40,10 @@ class Read(Protocol):
     def stop(self) -> int:
         """The end of the requested range."""
 
+    @property
+    def holder(self) -> object:
+        """Which of several copies was read, after ``result``; None if there is one."""
+
     def result(self, progress: Progress) -> memoryview:
         """Wait for the bytes; fewer if the object is shorter.
 
@@ -84,6 +88,9 @@ class Store(ABC):
     access_advice: ClassVar[str]
     """What a user should check if it cannot be used."""
 
+    has_one_writer: ClassVar[bool] = False
+    """Whether only this process changes names now, so that it can complete what it began."""
+
     root: str
     requests: int
     bytes_read: int
@@ -115,8 +122,11 @@ class Store(ABC):
     def local_file(self, key: str) -> Path | None:
         """Return the file of an object on this machine; None if it is elsewhere."""
 
-    def distrust(self, key: str) -> bool:  # noqa: ARG002 (a bucket has one copy)
-        """Read no more from where a damaged object was read; return whether others have it."""
+    def distrust(self, key: str, holder: object) -> bool:  # noqa: ARG002 (a bucket has one copy)
+        """Read no more from where a damaged object was read; return whether others have it.
+
+        ``holder`` is that of the read; None: the file of this machine, or what ``get`` has read.
+        """
         return False
 
     def why_missing(self) -> str:

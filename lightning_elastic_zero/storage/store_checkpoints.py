@@ -89,7 +89,7 @@ class Commit:
     version: Version
     modified: datetime
     save_id: str = ""
-    """Of a checkpoint."""
+    """Of a checkpoint, also of one that is being deleted."""
     linked_to: str = ""
     """Of a link: a path relative to its folder."""
     is_deleted: bool = False
@@ -129,7 +129,7 @@ def read_any_commit(path: StorePath, progress: Progress = NO_PROGRESS) -> Commit
             return Commit(*stored, linked_to=target)
         return Commit(*stored, problem=f"its {MANIFEST_NAME} is a link to {target}")
     if kind == DELETED_FORMAT:
-        return Commit(*stored, is_deleted=True)
+        return Commit(*stored, str(content.get("save_id", "")), is_deleted=True)
     if kind == FORMAT and isinstance(content.get("save_id"), str):
         return Commit(*stored, save_id=content["save_id"])
     return Commit(*stored, problem=f"its {MANIFEST_NAME} was written by other software")
@@ -356,6 +356,8 @@ class StagedObjects:
         began = time.monotonic()
         now = self.target.store.get(self._owner.key, progress)[2]
         while (commit := read_any_commit(self.target, progress)) and commit.is_deleted:
+            if self.target.store.has_one_writer:
+                break
             deleted_s = (now - commit.modified).total_seconds() + time.monotonic() - began
             if deleted_s > DELETION_S:
                 break

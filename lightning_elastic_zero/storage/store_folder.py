@@ -144,12 +144,15 @@ class StoreFolder(Folder):
         # Stores delete without conditions. So the manifest is replaced on the condition that it is
         # unchanged, then deleted. A save that begins in between waits (``DELETION_S``).
         store, key = self.path.store, (self.path / MANIFEST_NAME).key
-        commit, existing = read_commit(self.path), self.inspect()
+        commit, existing = read_any_commit(self.path, progress), self.inspect()
+        if commit is not None and commit.is_deleted and not store.has_one_writer:
+            return ""  # By another process.
         if existing.refusal_reason or commit is None:
             return existing.refusal_reason
-        if expected in {None, commit.identity}:
+        if commit.is_deleted or expected in {None, commit.identity}:
             with suppress(FileExistsError):
-                store.swap(key, unique_commit(DELETED_FORMAT), commit.version, progress)
+                deleted = unique_commit(DELETED_FORMAT, save_id=commit.save_id)
+                store.swap(key, deleted, commit.version, progress)
                 store.delete([key], progress)
                 delete_replaced(self.path, commit, progress)
                 return ""

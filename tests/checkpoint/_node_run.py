@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -35,14 +36,20 @@ class NodeRun:
     """The rank that is killed; -1: none."""
     at_call: int = 0
     """Before which of its system calls."""
-    copies: int = 2
+    copies: int | None = 2
     restarted: int = -1
     """The rank whose launcher says that it has restarted the job; -1: none."""
+    boots: tuple[str, ...] = ()
+    """Files with the ids of the machines' boots; empty: one machine."""
+    host: str = ""
+    """The name of all hosts; empty: that of each disk."""
     shared: str = ""
     """A shared folder, in which the last step is saved, too."""
 
     def __call__(self, job: Job) -> None:
-        enter(self.folders[job.rank], self.mounted)
+        enter(self.folders[job.rank], self.mounted, *self.boots[job.rank : job.rank + 1])
+        if self.host:
+            socket.sethostname(self.host)
         with closing(connect_ranks()) as ranks, self._killed(job):
             join_folder(self.url, ranks, self.copies)
             if job.rank == self.restarted:

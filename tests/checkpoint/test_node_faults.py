@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -17,6 +19,7 @@ from lightning_elastic_zero.checkpoint import nodes as nodes_module
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState
+from lightning_elastic_zero.storage.node_names import Agreement, NodeRecord, agree
 from tests.checkpoint._node_run import NodeRun
 from tests.support.launch import Job, be_rank, result_of
 from tests.support.nodes import Nodes, needs_mounts
@@ -156,11 +159,51 @@ def test_a_folder_of_another_run_is_refused(runs: Runs) -> None:
     assert "belongs to another run" in runs.errors[0]
 
 
-def test_a_shared_folder_is_refused(runs: Runs) -> None:
+def test_a_folder_that_machines_share_is_refused(runs: Runs) -> None:
     runs.nodes.disk(0).mkdir()
     runs.nodes.disk(1).symlink_to(runs.nodes.disk(0))
-    assert runs.run(0, 1, fails=True) == [{}, {}]
+    boots = tuple(str(runs.nodes.root / f"boot-{machine}") for machine in range(2))
+    for boot in boots:
+        Path(boot).write_text(boot)
+    assert runs.run(0, 1, fails=True, boots=boots) == [{}, {}]
     assert "is one folder that" in runs.errors[0]
+
+
+def test_containers_that_share_a_folder_are_one_node(runs: Runs) -> None:
+    """One for each rank, as some launchers start them."""
+    runs.run(0, 0)
+    assert "has only one copy of each file, because the job runs on one node" in runs.errors[0]
+    runs.check(0, 1)
+
+
+def test_a_missing_node_is_named_if_all_have_the_same_host_name(runs: Runs) -> None:
+    """Its ranks had other numbers."""
+    runs.run(0, 1, 2, host="gpu")
+    state = json.loads(runs.nodes.path(1, ".zero-node.json").read_text())
+    runs.run(2, 0, host="gpu")
+    assert f"are missing: gpu (folder {state['node'][:8]})\n" in runs.errors[0]
+
+
+def test_a_fresh_node_does_not_change_the_number_of_copies(runs: Runs) -> None:
+    runs.run(0, 1, copies=1)
+    runs.run(0, 1, 2, copies=None)
+    state = json.loads(runs.nodes.path(2, ".zero-node.json").read_text())
+    assert state["copies"] == 1
+
+
+def test_a_copy_that_a_read_has_found_to_be_damaged_is_replaced(runs: Runs) -> None:
+    runs.run(0, 1, steps=1)
+    intact = {path: path.read_bytes() for path in runs.nodes.path(0).rglob("*_states.pt")}
+    for path, data in intact.items():
+        path.write_bytes(data[:-9] + b"different")
+    runs.run(0, 1, steps=0)
+    assert "do not match their checksum" in runs.errors[0]
+    noted = json.loads(runs.nodes.path(0, ".zero-node.json").read_text())["damaged"]
+    found = [runs.nodes.path(0, name) for name in noted]
+    assert found
+    runs.run(0, 1, steps=0)
+    assert [path.read_bytes() for path in found] == [intact[path] for path in found]
+    assert "do not match their checksum" not in runs.errors[0]
 
 
 @pytest.mark.parametrize("nodes", [(0,), (0, 1), (1, 0)])
@@ -183,21 +226,21 @@ def test_a_world_that_begins_during_a_join_keeps_its_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks of the first one go on after the second one has saved."""
-    url, agreement = f"node://{tmp_path}/run", nodes_module._agreement
+    url, files = f"node://{tmp_path}/run", NodeFiles(tmp_path / "run")
     name = tmp_path / "run/step-1/manifest.json"
 
-    def late(*args: Any) -> object:
-        agreed, files = agreement(*args), args[1]
+    def late(records: Sequence[NodeRecord]) -> Agreement:
         with files.locked():
-            files.set_state(NodeState(("second",), "second", (), "second"))
+            second = NodeState(worlds=("second",), published="second", fence="second")
+            files.set_state(second)
             files.write_name("step-1/manifest.json", b'{"format": "lightning_elastic_zero"}', 1)
-        return agreed
+        return agree(records)
 
-    monkeypatch.setattr(nodes_module, "_agreement", late)
+    monkeypatch.setattr(nodes_module, "agree", late)
     with closing(connect_ranks()) as ranks, pytest.raises(SaveError, match="has started again"):
         nodes_module.join_folder(url, ranks)
     assert name.exists()
-    assert NodeFiles(tmp_path / "run").state().worlds == ("second",)
+    assert files.state().worlds == ("second",)
 
 
 def test_a_loopback_address_of_one_of_several_machines_is_refused(

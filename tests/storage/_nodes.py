@@ -47,7 +47,7 @@ def make_nodes(folder: Path, count: int, copies: int = 2) -> Iterator[list[Node]
     for each in files:
         each.make()
         with each.locked():
-            each.set_state(NodeState((WORLD,), fence=WORLD))
+            each.set_state(NodeState(worlds=(WORLD,), fence=WORLD))
         servers.append(NodeServer("127.0.0.1", each, TOKEN, WORLD))
         servers[-1].start()
     nodes = []
@@ -73,6 +73,7 @@ def be_on(node: Node) -> None:
     assert joined is not None
     joined.holders.clear()
     joined.distrusted.clear()
+    joined.answered.clear()
     store.join(joined)
 
 

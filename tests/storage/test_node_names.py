@@ -33,10 +33,11 @@ def node(host: str, worlds: str = "", **names: int) -> NodeRecord:
     """Return a node that has published in the last of its worlds."""
     return NodeRecord(
         host,
+        host,
         f"boot of {host}",
         tuple(worlds),
         published=worlds[-1:],
-        members=("a", "b", "c"),
+        members={each: each for each in "abc"},
         names={f"{key}/manifest.json": NameVersion(ns, str(ns)) for key, ns in names.items()},
     )
 
@@ -65,6 +66,15 @@ class TestAgreement:
 
     def test_missing_members_are_named(self) -> None:
         assert agree([node("a", "1", x=5), node("new")]).missing == ("b", "c")
+
+    def test_a_node_with_a_new_folder_is_named(self) -> None:
+        back = replace(node("b"), node="other")
+        missing = agree([node("a", "1", x=5), back]).missing
+        assert missing == ("b (now with a new folder)", "c")
+
+    def test_new_and_stale_nodes_do_not_change_the_number_of_copies(self) -> None:
+        stale, member = replace(node("a", "1"), copies=3), replace(node("b", "12"), copies=1)
+        assert agree([stale, member, node("new")]).copies == 1
 
     def test_a_node_that_alone_completed_a_join_returns(self) -> None:
         """It was lost before anything was published in that world."""
@@ -112,10 +122,10 @@ class Run:
         if self.left == 0:
             raise KeyboardInterrupt
         self.left -= 1
-        self.nodes[host] = replace(self.nodes.get(host, NodeRecord(host, host)), **changes)
+        self.nodes[host] = replace(self.nodes.get(host, NodeRecord(host, host, host)), **changes)
 
     def join(self, hosts: Sequence[str]) -> None:
-        agreed = agree([self.nodes.get(host, NodeRecord(host, host)) for host in hosts])
+        agreed = agree([self.nodes.get(host, NodeRecord(host, host, host)) for host in hosts])
         self.worlds += 1
         names = {key: version for key, (_, version) in agreed.names.items()}
         kept = {key: version for key, version in names.items() if version.digest != DELETED}
@@ -126,7 +136,7 @@ class Run:
         self.newest_ns = newest_ns(kept.values())
         worlds = (*agreed.worlds, str(self.worlds))
         for host in hosts:
-            self.request(host, worlds=worlds, members=hosts, published=agreed.published)
+            self.request(host, worlds=worlds, published=agreed.published)
 
     def change(self, key: str, hosts: Sequence[str], now_ns: int, *, deletes: bool) -> None:
         self.newest_ns = ns = later_ns(now_ns, self.newest_ns)
@@ -219,9 +229,8 @@ class TestData:
         boots = ["a", "b", "a", "c"]
         plan = planned_copies(holders, boots, copies)
         for key, nodes in holders.items():
-            new = [n for n, files in plan.items() for each, _ in files if each == key]
+            new = [n for n, files in plan.items() for each in files if each == key]
             assert not set(new) & set(nodes)
             assert len(new) == len(set(new))
             if nodes:
                 assert len(nodes) + len(new) == max(len(nodes), min(copies, 4))
-        assert all(source in holders[key] for files in plan.values() for key, source in files)

@@ -26,8 +26,10 @@ from lightning_elastic_zero.storage import file_read, node_http
 from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, ChecksummedWriter
 from lightning_elastic_zero.storage.node_files import LOCK, NodeFiles
+from lightning_elastic_zero.storage.node_http import Peer
 from lightning_elastic_zero.storage.object_store import NODES, StorePath
 from lightning_elastic_zero.storage.store import Version
+from lightning_elastic_zero.storage.store_folder import StoreFolder
 from tests.storage._nodes import (
     FILE,
     KEY,
@@ -133,11 +135,55 @@ class TestNames:
                 lambda: nodes[0].store.swap(NAME, _commit(2), version),
                 lambda: nodes[0].store.delete([NAME]),
                 lambda: peer.put_name(name, b"2", 1),
-                lambda: peer.delete([name]),
+                lambda: peer.delete([name], 1),
             ):
                 with pytest.raises(PermissionError, match="the job has started again"):
                     change()
         assert [node.path(NAME).read_bytes() for node in nodes] == [_commit(1)] * 3
+
+    def test_a_request_that_was_given_up_undoes_no_later_one(self, nodes: list[Node]) -> None:
+        """Its node was suspended, and carries it out when it continues."""
+        version = nodes[0].store.swap(NAME, _commit(1), None)
+        earlier_ns = nodes[1].path(NAME).stat().st_mtime_ns
+        nodes[0].store.swap(NAME, _commit(2), version)
+        name = NAME.removeprefix(f"{KEY}/")
+        with nodes[1].peer() as peer:
+            for late in (
+                lambda: peer.put_name(name, _commit(1), earlier_ns),
+                lambda: peer.delete([name], earlier_ns),
+            ):
+                with pytest.raises(PermissionError, match="a later change was made meanwhile"):
+                    late()
+            assert nodes[1].path(NAME).read_bytes() == _commit(2)
+            nodes[0].store.delete([NAME])
+            with pytest.raises(PermissionError, match="a later change was made meanwhile"):
+                peer.put_name(name, _commit(1), earlier_ns)
+        assert holders(nodes, NAME) == []
+
+    @pytest.mark.parametrize("request_", ["put_name", "delete"])
+    def test_a_deletion_that_failed_is_completed(
+        self, request_: str, nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is reported each time that a node does not answer."""
+        write_file(nodes[0], DATA)
+        commit = json.dumps({"format": FORMAT, "save_id": SAVE, "files": []}).encode()
+        checkpoint = StoreFolder(StorePath(NODES, NAME).parent)
+        checkpoint.path.store.swap(NAME, commit, None)
+        send = getattr(Peer, request_)
+
+        def fails(peer: Peer, *arguments: object) -> object:
+            if peer.host == "host-2":
+                raise OSError(errno.EIO, "does not answer")
+            return send(peer, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Peer, request_, fails)
+            for _ in range(2):
+                with pytest.raises(OSError, match="does not answer"):
+                    checkpoint.delete()
+        assert not checkpoint.delete()
+        left = [path for node in nodes for path in node.files.root.rglob("*") if path.is_file()]
+        assert {path.name for path in left} == {".zero-lock", ".zero-node.json"}
 
     def test_a_forked_child_does_not_keep_the_lock(self, nodes: list[Node]) -> None:
         """A loader's worker may begin while a thread changes a name."""
@@ -227,6 +273,18 @@ class TestDamage:
         for node in nodes:
             assert read_on(node, entry) == DATA
 
+    def test_two_readers_of_a_damaged_copy_drop_no_intact_one(self, nodes: list[Node]) -> None:
+        entry = write_file(nodes[0], DATA)
+        flip(nodes[0].path(FILE), 100)  # It is requested when a file is opened.
+        folder = StorePath(NODES, FILE.rpartition("/")[0])
+        for node in (nodes[0], nodes[2]):
+            be_on(node)
+            with VerifiedFile(folder, entry, SAVE) as one, VerifiedFile(folder, entry, SAVE) as two:
+                for file in (one, two):
+                    assert bytes(file.read(0, len(DATA))) == DATA
+            assert nodes[0].files.state().damaged == (FILE.removeprefix(f"{KEY}/"),)
+            nodes[0].files.note_damage(FILE.removeprefix(f"{KEY}/"), damaged=False)
+
     def test_damage_of_all_copies_is_reported(self, nodes: list[Node]) -> None:
         entry = write_file(nodes[0], DATA)
         flip(nodes[0].path(FILE))
@@ -267,7 +325,7 @@ class TestRequestsOfOthers:
                 lambda: peer.put_small(key, b"x"),
                 lambda: peer.put_name(key, b"x", 1),
                 lambda: peer.put_part(key, file.fileno(), 0, 4, is_last=True),
-                lambda: peer.delete([key]),
+                lambda: peer.delete([key], 1),
             ):
                 with pytest.raises(OSError, match="node asked"):
                     request()
@@ -284,7 +342,7 @@ class TestRequestsOfOthers:
                     partial(peer.below, ""),
                     partial(peer.put_name, name, b"x", 1),
                     partial(peer.put_small, name, b"x"),
-                    partial(peer.delete, [name]),
+                    partial(peer.delete, [name], 1),
                 ):
                     with pytest.raises(OSError, match="the server of another run"):
                         request()
@@ -304,11 +362,11 @@ class TestRequestsOfOthers:
                 partial(peer.get, "step-3/manifest.json"),
                 partial(peer.put_name, "step-2/manifest.json", b"x", 1),
                 partial(peer.put_name, "step-3/manifest.json", b"x", 1),
-                partial(peer.delete, ["step-2/manifest.json"]),
+                partial(peer.delete, ["step-2/manifest.json"], 1),
             ):
                 with pytest.raises(OSError, match="node asked"):
                     request()
-            peer.delete(["step-3/manifest.json"])
+            peer.delete(["step-3/manifest.json"], 1)
             assert [each.key for each in peer.below("")] == []
         assert (outside / "manifest.json").read_text() == "mine"
 

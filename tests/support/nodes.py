@@ -29,15 +29,20 @@ def _libc(name: str, *args: object) -> None:
         raise OSError(ctypes.get_errno(), name)
 
 
-def enter(folder: str, mounted: str) -> None:
-    """Give this process a folder at a path and a host name; a second time does nothing."""
+def enter(folder: str, mounted: str, boot: str = "") -> None:
+    """Give this process a folder at a path and a host name; a second time does nothing.
+
+    ``boot`` is a file with the id of another machine's boot.
+    """
     if os.environ.get("NODE_FOLDER") == folder:  # Only within these tests.
         return
     os.environ["NODE_FOLDER"] = folder
     _libc("unshare", _OWN_MOUNTS | _OWN_HOST_NAME)
     socket.sethostname(Path(folder).name)
     _libc("mount", None, b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None)
-    _libc("mount", folder.encode(), mounted.encode(), None, ctypes.c_ulong(_BIND), None)
+    for source, target in [(folder, mounted), (boot, "/proc/sys/kernel/random/boot_id")]:
+        if source:
+            _libc("mount", source.encode(), target.encode(), None, ctypes.c_ulong(_BIND), None)
 
 
 def on_node(folders: Sequence[str], mounted: str, call: Callable[[], T]) -> T:

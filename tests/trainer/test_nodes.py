@@ -102,7 +102,7 @@ def test_missing_nodes_are_named(nodes: Nodes) -> None:
             assert error.startswith("CheckpointCorruptedError: ")
             assert "no checkpoint is complete. " in error
             assert f"{nodes.url}/step=4.ckpt is incomplete" in error
-            assert "nodes that are missing: disk-2" in error
+            assert "missing: disk-1 (now with a new folder), disk-2" in error
         resumed = replace(plan, ckpt_path="last", epochs=3)
         (error, result, log), *_ = run(partial(fit_with_log, resumed))
         assert not error
