@@ -18,8 +18,11 @@ from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.paths import parse_path
 
 _MOST_NAMED = 3
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-"""Variables in which a launcher counts how often it has restarted the job."""
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT")
+"""Variables in which a launcher counts how often it has restarted the job.
+
+The last one is what platforms on Kubernetes call the annotation of a JobSet. A Job has none.
+"""
 
 log = logging.getLogger(__name__)
 

@@ -107,12 +107,44 @@ def join_folder(
 
 def hosts_of(path: AnyPath) -> Sequence[str]:
     """Return the hosts that have joined a folder; none if it is not on nodes."""
+    joined = _joined(path)
+    return joined.hosts if joined is not None else ()
+
+
+def check_room(path: AnyPath, size_bytes: int, ranks: Ranks) -> None:
+    """Refuse a save on nodes before it is written if one of them has no room. Collective.
+
+    Ranks of a node write at once, and receive copies: each file alone may have room.
+
+    Args:
+        path: the checkpoint; others than those on nodes are ignored.
+        size_bytes: what this rank writes.
+        ranks: all ranks of the job.
+
+    Raises:
+        SaveError: it would exceed the disk, the memory or the container of a node.
+    """
+    joined = _joined(path)
+    if joined is None:
+        return
+    holders = [joined.host, *(peer.host for peer in joined.targets)]
+    writes: tuple[int, list[str]] = (size_bytes, holders)
+    of_ranks = ranks.all_gather(f"save {path}: sizes", lambda: writes)
+    needed_bytes = sum(size_bytes for size_bytes, hosts in of_ranks if joined.host in hosts)
+
+    def check() -> None:
+        with as_save_error(path):
+            joined.files.check_room(needed_bytes)
+
+    ranks.run_all(f"save {path}: check room", check)
+
+
+def _joined(path: AnyPath) -> JoinedFolder | None:
     if not (isinstance(path, StorePath) and path.root == NODES):
-        return ()
+        return None
     store = path.store
     assert isinstance(store, NodeStore)  # noqa: S101 (of its root)
-    joined = store.joined(path.key)
-    return joined.hosts if joined is not None else ()
+    return store.joined(path.key)
 
 
 def _set_copies(folder: StorePath, files: NodeFiles, copies: int) -> None:
@@ -273,6 +305,7 @@ class _Join:
             world=self._world,
             world_size=self._ranks.world_size,
             newest_ns=newest_ns(version for _, version in agreed.names.values()),
+            host=place.hosts[place.here],
             hosts=place.hosts,
             missing=agreed.missing,
             server=self._server,

@@ -19,7 +19,7 @@ from lightning_elastic_zero.checkpoint.consistency import (
     warn_of_differences,
 )
 from lightning_elastic_zero.checkpoint.extra_state import warn_of_unsaved, with_extra_states
-from lightning_elastic_zero.checkpoint.nodes import join_folder_of
+from lightning_elastic_zero.checkpoint.nodes import check_room, join_folder_of
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     SaveOptions,
@@ -275,6 +275,7 @@ def _write(
     try:
         new = _NewSave(**ranks.broadcast(step, look_and_stage, look_at_state))
         contents = looked[0].contents
+        check_room(contents.target, _size_bytes(contents), ranks)
         with staged[0].touch_regularly() if staged else nullcontext():
             of_ranks = ranks.gather(f"save {new.path}: write", write_files)
             published = ranks.broadcast(f"save {new.path}: publish", publish)
@@ -363,8 +364,12 @@ def _warn_of_objects(path: AnyPath, objects: Objects, warned: set[str] | None) -
 
 def _progress(contents: ShardContents, ranks: Ranks, cancellation: Cancellation) -> Progress:
     """Return the progress of writing; a cancelled save fails at its next check."""
-    size_bytes = sum(tensor.nbytes for tensor in contents.state.large_tensors())
-    return io_progress("writing", ranks, contents.options.show, size_bytes, cancellation.check)
+    show = contents.options.show
+    return io_progress("writing", ranks, show, _size_bytes(contents), cancellation.check)
+
+
+def _size_bytes(contents: ShardContents) -> int:
+    return sum(tensor.nbytes for tensor in contents.state.large_tensors())
 
 
 def _await_staging(new: _NewSave, target: Folder) -> Folder:

@@ -56,8 +56,10 @@ class JoinedFolder:
     world_size: int = 1
     newest_ns: int = 0
     """The time of the newest name."""
+    host: str = ""
+    """The name of this node."""
     hosts: tuple[str, ...] = ()
-    """The hosts of this world."""
+    """Those of all nodes of this world."""
     missing: tuple[str, ...] = ()
     """Hosts of the last world that have not joined this one."""
     server: NodeServer | None = None

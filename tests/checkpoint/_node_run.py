@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_elastic_zero.checkpoint.newest import delete_at, find_newest
 from lightning_elastic_zero.checkpoint.nodes import join_folder
@@ -16,6 +16,7 @@ from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import TrainingProgress
 from lightning_elastic_zero.formats.client_state import SplitState, split_objects
 from lightning_elastic_zero.formats.newest import verify_share
+from lightning_elastic_zero.storage import node_files
 from lightning_elastic_zero.storage.paths import parse_path
 from tests.support.launch import Job
 from tests.support.nodes import enter
@@ -37,8 +38,10 @@ class NodeRun:
     at_call: int = 0
     """Before which of its system calls."""
     copies: int | None = 2
-    restarted: int = -1
-    """The rank whose launcher says that it has restarted the job; -1: none."""
+    restarted: Mapping[int, str] = field(default_factory=dict)
+    """The ranks whose launcher says that it has restarted the job, and its variable."""
+    room_bytes: Mapping[int, int] = field(default_factory=dict)
+    """What the ranks of these numbers find to be free."""
     boots: tuple[str, ...] = ()
     """Files with the ids of the machines' boots; empty: one machine."""
     host: str = ""
@@ -48,12 +51,14 @@ class NodeRun:
 
     def __call__(self, job: Job) -> None:
         enter(self.folders[job.rank], self.mounted, *self.boots[job.rank : job.rank + 1])
+        if room := self.room_bytes.get(job.rank):
+            node_files.free_bytes = lambda folder: (room, f"disk-{job.rank}")
         if self.host:
             socket.sethostname(self.host)
         with closing(connect_ranks()) as ranks, self._killed(job):
             join_folder(self.url, ranks, self.copies)
-            if job.rank == self.restarted:
-                os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+            if variable := self.restarted.get(job.rank):
+                os.environ[variable] = "1"
             newest = find_newest([self.url, *filter(None, [self.shared])], ranks)
             if newest:
                 path = parse_path(newest)

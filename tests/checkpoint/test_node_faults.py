@@ -23,6 +23,7 @@ from lightning_elastic_zero.storage.node_names import Agreement, NodeRecord, agr
 from tests.checkpoint._node_run import NodeRun
 from tests.support.launch import Job, be_rank, result_of
 from tests.support.nodes import Nodes, needs_mounts
+from tests.support.plain_checkpoints import make_state, manifest_of, rank_state
 from tests.support.processes import PROMPT_TIMEOUT_S, free_port
 from tests.support.ranks import ForkServer
 from tests.support.small_checkpoints import contents, fill
@@ -121,10 +122,11 @@ def test_a_restart_on_empty_nodes_warns(runs: Runs) -> None:
     warning = "none of the nodes here (disk-0, disk-1) has a checkpoint. The job was restarted"
     runs.run(0, 1)
     assert warning not in "".join(runs.errors)
-    runs.nodes.lose(0, 1)
-    notes = runs.run(0, 1, restarted=1)
-    assert [note["resumed"] for note in notes] == [0, 0]
-    assert [error.count(warning) for error in runs.errors] == [1, 0]
+    for launcher in ("TORCHELASTIC_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"):
+        runs.nodes.lose(0, 1)
+        notes = runs.run(0, 1, restarted={1: launcher})
+        assert [note["resumed"] for note in notes] == [0, 0]
+        assert [error.count(warning) for error in runs.errors] == [1, 0]
 
 
 def test_an_older_checkpoint_than_that_of_lost_nodes_is_named(runs: Runs) -> None:
@@ -204,6 +206,20 @@ def test_a_copy_that_a_read_has_found_to_be_damaged_is_replaced(runs: Runs) -> N
     runs.run(0, 1, steps=0)
     assert [path.read_bytes() for path in found] == [intact[path] for path in found]
     assert "do not match their checksum" not in runs.errors[0]
+
+
+def test_a_node_without_room_refuses_a_save_before_it_is_written(runs: Runs) -> None:
+    """The state of both ranks is needed on each node."""
+    runs.run(0, 1, steps=1)
+    state = make_state()
+    manifest = manifest_of(state, 3, 2)
+    of_ranks = [rank_state(state, manifest, rank).large_tensors() for rank in range(2)]
+    needed_bytes = sum(tensor.nbytes for of_rank in of_ranks for tensor in of_rank)
+    room_bytes = (1 << 20) + needed_bytes - 1
+    runs.run(0, 1, fails=True, room_bytes={1: room_bytes})
+    message = f"{needed_bytes} bytes are needed, but disk-1 has {room_bytes} left"
+    assert message in runs.errors[0]
+    runs.check(0, 1)
 
 
 @pytest.mark.parametrize("nodes", [(0,), (0, 1), (1, 0)])
