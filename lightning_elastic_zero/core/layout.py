@@ -10,10 +10,13 @@ it, each element exactly once. Elements that no fragment covers are padding and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from lightning_elastic_zero.core.cuts import Cut, Rows
 from lightning_elastic_zero.errors import CheckpointFormatError
 
 
@@ -73,17 +76,99 @@ class Layout(Protocol):
         """Return a rank's fragments, ordered by buffer and offset."""
         ...
 
-    def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+    def covering(self, name: str, start: int, stop: int, shard: int = 0) -> Iterator[Fragment]:
         """Yield the runs that hold ``[start, stop)`` of a parameter, cut to it, in order.
 
-        Raises KeyError if no rank holds the parameter.
+        ``shard`` is the tensor rank in whose shard elements are counted. Raises KeyError if no rank
+        holds the parameter.
         """
         ...
 
 
+class ShardedLayout:
+    """The layouts of several tensor ranks: rank ``r`` has the shard ``r % len(shards)``."""
+
+    def __init__(self, shards: Sequence[Layout]) -> None:
+        self._shards = shards
+
+    def on_rank(self, rank: int) -> list[Fragment]:
+        data_rank, shard = divmod(rank, len(self._shards))
+        return [_on(rank, held) for held in self._shards[shard].on_rank(data_rank)]
+
+    def covering(self, name: str, start: int, stop: int, shard: int = 0) -> Iterator[Fragment]:
+        for held in self._shards[shard].covering(name, start, stop):
+            yield _on(held.rank * len(self._shards) + shard, held)
+
+
+def _on(rank: int, at: Fragment) -> Fragment:
+    """Return a fragment on another rank; ``replace`` would take three times as long."""
+    return Fragment(at.name, at.start, at.stop, rank, at.buffer, at.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The shards that tensor ranks have of the parameters."""
+
+    size: int = 1
+    """Number of tensor ranks."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """By parameter; every tensor rank has all others whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resharding:
+    """Where the shards of a checkpoint contain a live tensor rank's shards."""
+
+    held: Sharding = Sharding()
+    """Of the checkpoint."""
+    wanted: Sharding = Sharding()
+    """Of the live run; of a tool that reads whole parameters, the default."""
+    rank: int = 0
+    """The live tensor rank."""
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Whole shapes of the parameters that are cut."""
+
+    def sources(self, wanted: Fragment) -> Iterator[Source]:
+        """Yield the parts of saved shards that contain a wanted fragment.
+
+        Of a parameter that every tensor rank has, live ranks take turns with the saved copies.
+        """
+        held, live = (of.cuts.get(wanted.name) for of in (self.held, self.wanted))
+        if held == live:
+            yield Source(wanted, self.rank % self.held.size)
+            return
+        shape = self.shapes[wanted.name]
+        whole = (Rows(1, math.prod(shape), 0, 0),)
+        ours = live.rows(self.rank, self.wanted.size, shape) if live else whole
+        parts = [p.swapped() for rows in ours for p in rows.clip(wanted.start, wanted.stop)]
+        for shard in range(self.held.size) if held else (self.rank % self.held.size,):
+            for theirs in held.rows(shard, self.held.size, shape) if held else whole:
+                for rows in (rows for part in parts for rows in theirs.through(part)):
+                    offset = wanted.offset + rows.target - wanted.start
+                    start, stop = rows.source, rows.source_stop
+                    at = Fragment(wanted.name, start, stop, wanted.rank, wanted.buffer, offset)
+                    yield Source(at, shard, None if rows.count == 1 else rows)
+
+
+SAME_SHARDS = Resharding()
+"""Both sides have whole parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A part of a saved shard that is copied to one place."""
+
+    at: Fragment
+    """The elements in the saved shard, and the first one's place in the target."""
+    shard: int
+    """The saved tensor rank."""
+    rows: Rows | None = None
+    """The rows of these elements that are copied; None: all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One run to copy: ``[start, stop)`` of a parameter, from a held place to a wanted one."""
+    """Elements to copy: ``[start, stop)`` of a held parameter, from there to a wanted place."""
 
     name: str
     start: int
@@ -93,6 +178,31 @@ class Transfer:
     source_offset: int
     target_buffer: int
     target_offset: int
+    rows: Rows | None = None
+    """The rows of these elements that are copied, from their first to the first of the target;
+    None: all elements, to consecutive places."""
+
+    def parts(self, size: int) -> Iterator[Transfer]:
+        """Yield parts of at most ``size`` elements of the source, or of one row if it is longer."""
+        if self.rows is None:
+            for start, stop in spans(0, self.stop - self.start, size):
+                yield self._part(start, stop, start)
+            return
+        rows = self.rows
+        most = max(1, 1 + (size - rows.length) // rows.source_step)
+        for first, last in spans(0, rows.count, most):
+            part = rows.part(first, last, 0, rows.length)
+            yield self._part(part.source, part.source_stop, part.target, part)
+
+    def _part(self, start: int, stop: int, target: int, rows: Rows | None = None) -> Transfer:
+        return replace(
+            self,
+            start=self.start + start,
+            stop=self.start + stop,
+            source_offset=self.source_offset + start,
+            target_offset=self.target_offset + target,
+            rows=rows.from_zero() if rows and rows.count > 1 else None,
+        )
 
 
 class TransferPlan:
@@ -103,15 +213,17 @@ class TransferPlan:
     it gets there, so its memory grows with the number of wanted fragments.
     """
 
-    def __init__(self, wanted: Iterable[Fragment], held: Layout) -> None:
+    def __init__(
+        self, wanted: Iterable[Fragment], held: Layout, resharding: Resharding = SAME_SHARDS
+    ) -> None:
         self._held = held
-        self._from: dict[int, list[Fragment]] = {}
-        extents = set()
-        for fragment in wanted:
-            first, last = _extent(fragment, held)
-            self._from.setdefault(first, []).append(fragment)
+        self._from: dict[int, list[Source]] = {}
+        extents, step = set(), resharding.held.size
+        for source in (source for each in wanted for source in resharding.sources(each)):
+            first, last = _extent(source, held)
+            self._from.setdefault(first, []).append(source)
             extents.add((first, last))
-        self.ranks: Sequence[int] = sorted({r for a, b in extents for r in range(a, b + 1)})
+        self.ranks: Sequence[int] = sorted({r for a, b in extents for r in range(a, b + 1, step)})
         """The ranks from which there are transfers, ascending."""
 
     def by_rank(self) -> Iterator[tuple[int, list[Transfer]]]:
@@ -119,59 +231,84 @@ class TransferPlan:
 
         Raises CheckpointFormatError if a wanted element is not held, or held twice.
         """
-        unfinished: list[tuple[Fragment, Iterator[Transfer]]] = []
+        unfinished: list[tuple[Transfer, Iterator[Transfer]]] = []
         for rank in self.ranks:
-            beginning = self._from.get(rank, ())
-            unfinished += [(fragment, _fill(fragment, self._held)) for fragment in beginning]
-            transfers = [next(runs) for _, runs in unfinished]
-            if strange := [t for t in transfers if t.source_rank != rank]:
+            for source in self._from.get(rank, ()):
+                runs = _fill(source, self._held)
+                unfinished += [(first, runs) for first in itertools.islice(runs, 1)]
+            transfers, waiting = [], []
+            for first, runs in unfinished:
+                run: Transfer | None = first
+                while run is not None and run.source_rank == rank:
+                    transfers.append(run)
+                    run = next(runs, None)
+                if run is not None:
+                    waiting.append((run, runs))
+            if strange := [t for t, _ in waiting if t.source_rank < rank]:
                 msg = f"the checkpoint's layout does not hold {strange[0].name} on ranks in order"
                 raise CheckpointFormatError(msg)
-            unfinished = [
-                (fragment, runs)
-                for (fragment, runs), transfer in zip(unfinished, transfers, strict=True)
-                # A run after the last one overlaps and is refused.
-                if transfer.stop != fragment.stop or next(runs, None)
-            ]
+            unfinished = waiting
             yield rank, transfers
         if unfinished:
             msg = f"the checkpoint's layout holds {unfinished[0][0].name} on too many ranks"
             raise CheckpointFormatError(msg)
 
 
-def _extent(wanted: Fragment, held: Layout) -> tuple[int, int]:
-    """Return the first and the last source rank of a wanted fragment."""
-    whole, end = (wanted.start, wanted.stop), (wanted.stop - 1, wanted.stop)
+def _extent(source: Source, held: Layout) -> tuple[int, int]:
+    """Return the first and the last rank that hold a part of a shard."""
+    at = source.at
+    whole, end = (at.start, at.stop), (at.stop - 1, at.stop)
     try:
-        first, last = (next(held.covering(wanted.name, *part), None) for part in (whole, end))
+        first, last = (
+            next(held.covering(at.name, *part, source.shard), None) for part in (whole, end)
+        )
     except KeyError as error:
-        msg = f"the checkpoint's layout holds no parameter named {wanted.name}"
+        msg = f"the checkpoint's layout holds no parameter named {at.name}"
         raise CheckpointFormatError(msg) from error
     if not (first and last and (first.start, last.stop) == whole):
-        reached = max((t.stop for t in _fill(wanted, held)), default=wanted.start)
-        raise CheckpointFormatError(_not_once(wanted, reached))
+        reached = max((t.stop for t in _fill(source, held)), default=at.start)
+        raise CheckpointFormatError(_not_once(at, reached))
     return first.rank, last.rank
 
 
-def _fill(wanted: Fragment, held: Layout) -> Iterator[Transfer]:
-    """Yield the transfers of one wanted fragment, checking that they tile it."""
-    reached = wanted.start
-    for source in held.covering(wanted.name, wanted.start, wanted.stop):
-        if source.start != reached or source.stop > wanted.stop:
-            raise CheckpointFormatError(_not_once(wanted, reached))
+def _fill(source: Source, held: Layout) -> Iterator[Transfer]:
+    """Yield the transfers from a part of a shard, checking that fragments tile it."""
+    at, reached = source.at, source.at.start
+    for found in held.covering(at.name, at.start, at.stop, source.shard):
+        if found.start != reached or found.stop > at.stop:
+            raise CheckpointFormatError(_not_once(at, reached))
+        if source.rows is None:
+            yield Transfer(
+                name=at.name,
+                start=found.start,
+                stop=found.stop,
+                source_rank=found.rank,
+                source_buffer=found.buffer,
+                source_offset=found.offset,
+                target_buffer=at.buffer,
+                target_offset=at.offset + found.start - at.start,
+            )
+        else:
+            yield from _rows_in(found, source.rows, at)
+        reached = found.stop
+    if reached != at.stop:
+        raise CheckpointFormatError(_not_once(at, reached))
+
+
+def _rows_in(found: Fragment, rows: Rows, at: Fragment) -> Iterator[Transfer]:
+    """Yield the transfers of rows from one held fragment; ``at`` places the first row."""
+    for part in rows.clip(found.start, found.stop):
         yield Transfer(
-            name=wanted.name,
-            start=source.start,
-            stop=source.stop,
-            source_rank=source.rank,
-            source_buffer=source.buffer,
-            source_offset=source.offset,
-            target_buffer=wanted.buffer,
-            target_offset=wanted.offset + source.start - wanted.start,
+            name=at.name,
+            start=part.source,
+            stop=part.source_stop,
+            source_rank=found.rank,
+            source_buffer=found.buffer,
+            source_offset=found.offset + part.source - found.start,
+            target_buffer=at.buffer,
+            target_offset=at.offset + part.target - rows.target,
+            rows=part.from_zero() if part.count > 1 else None,
         )
-        reached = source.stop
-    if reached != wanted.stop:
-        raise CheckpointFormatError(_not_once(wanted, reached))
 
 
 def _not_once(wanted: Fragment, reached: int) -> str:

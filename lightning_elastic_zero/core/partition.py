@@ -11,7 +11,7 @@ writes the part that it would have in ZeRO-1.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -47,6 +47,10 @@ class FlatBuffer:
         if min((*self.numels, *self.paddings, self.partition_numel)) < 0:
             msg = f"a flat buffer of group {self.group} has a negative number of elements"
             raise CheckpointFormatError(msg)
+
+    def with_names(self, named: Callable[[str], str]) -> FlatBuffer:
+        """Return it with other names of its parameters."""
+        return replace(self, names=tuple(map(named, self.names)))
 
     def starts(self) -> tuple[int, ...]:
         """Return each parameter's first element in the whole (unpartitioned) ZeRO-1/2 buffer."""
@@ -101,7 +105,8 @@ class _Partition:
             for fragment in self._held(name, (rank,), 0, self._places[name].numel)
         ]
 
-    def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+    def covering(self, name: str, start: int, stop: int, shard: int = 0) -> Iterator[Fragment]:
+        del shard  # There is one.
         place = self._places[name]
         stop = min(stop, place.numel)
         if start < stop:

@@ -269,7 +269,7 @@ class Scripted:
     def on_rank(self, rank: int) -> list[Fragment]:
         return [Fragment("w", start, stop, rank, 0, start) for start, stop in self._runs]
 
-    def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+    def covering(self, name: str, start: int, stop: int, shard: int = 0) -> Iterator[Fragment]:
         if name != "w":
             raise KeyError(name)
         yield from self.on_rank(0)
@@ -358,7 +358,9 @@ class TestPlan:
     @pytest.mark.parametrize("runs", [[], [(0, 3)], [(1, 4)]])
     def test_a_missing_end_is_refused_when_planning(self, runs: list[tuple[int, int]]) -> None:
         class Exact(Scripted):
-            def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+            def covering(
+                self, name: str, start: int, stop: int, shard: int = 0
+            ) -> Iterator[Fragment]:
                 for run in super().covering(name, start, stop):
                     if run.start < stop and start < run.stop:
                         yield cut_to(run, start, stop)
@@ -374,7 +376,9 @@ class TestPlan:
         self, ranks: tuple[int, ...], last: int, what: str
     ) -> None:
         class OnRanks(Scripted):
-            def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+            def covering(
+                self, name: str, start: int, stop: int, shard: int = 0
+            ) -> Iterator[Fragment]:
                 if start == 0:
                     for i, rank in enumerate(ranks):
                         yield Fragment(name, 2 * i, 2 * i + 2, rank, 0, 0)
@@ -390,7 +394,9 @@ class TestPlan:
         self, walked: int, end_is_held: bool
     ) -> None:
         class Torn(Scripted):
-            def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+            def covering(
+                self, name: str, start: int, stop: int, shard: int = 0
+            ) -> Iterator[Fragment]:
                 if start == 0:
                     for first, end in spans(0, walked, 2):
                         yield Fragment(name, first, end, first // 2, 0, 0)
@@ -512,7 +518,7 @@ class Counted:
     def on_rank(self, rank: int) -> Sequence[Fragment]:
         return self._layout.on_rank(rank)
 
-    def covering(self, name: str, start: int, stop: int) -> Iterator[Fragment]:
+    def covering(self, name: str, start: int, stop: int, shard: int = 0) -> Iterator[Fragment]:
         for fragment in self._layout.covering(name, start, stop):
             self.runs += 1
             yield fragment
