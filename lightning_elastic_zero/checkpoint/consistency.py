@@ -78,13 +78,18 @@ class ComparedState:
             if path[0] in of_library:
                 of_library[str(path[0])][format_tree_path(path[1:])] = entries.pop(path)
         return cls(
-            _tables(manifest),
+            _tables(manifest, state.tensor_rank),
             [
                 {k: canonical_repr(v, f"the state {k!r}") for k, v in flat.scalars.items()}
                 for flat in state.flats
             ],
             [*map(_texts, manifest.groups)],
-            {str(index): str(value) for index, value in enumerate(state.replica_sums)},
+            # Other shards have other sums.
+            {
+                str(index): str(value)
+                for index, value in enumerate(state.replica_sums)
+                if manifest.tensor_parallel.size == 1
+            },
             {name: digest_of(tensor) for name, tensor in state.module_buffers.items()},
             of_library[EXTRA_STATES],
             of_library[OPTIMIZER_STATE],
@@ -369,9 +374,9 @@ def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, 
     return f"... {one[shown]} ...", f"... {other[shown]} ..."
 
 
-def _tables(manifest: Manifest) -> dict[str, list[str]]:
+def _tables(manifest: Manifest, tensor_rank: int) -> dict[str, list[str]]:
     groups = [(g.names, sorted(g.hyperparameters), g.state) for g in manifest.groups]
-    return {
+    tables = {
         "parameters": list(map(repr, manifest.parameters)),
         "parameter groups": list(map(repr, groups)),
         "flat buffers": list(map(repr, manifest.buffers)),
@@ -380,6 +385,11 @@ def _tables(manifest: Manifest) -> dict[str, list[str]]:
         "ZeRO stage": [repr(manifest.stage)],
         "weights that are left out": sorted(manifest.excluded),
     }
+    if manifest.tensor_parallel.size > 1:
+        tables["cuts of parameters"] = list(map(repr, manifest.tensor_parallel.cuts))
+    if tensor_rank:  # ``shards`` compares those of the same tensor rank.
+        del tables["flat buffers"]
+    return tables
 
 
 def _texts(group: Group) -> dict[str, str]:

@@ -310,9 +310,11 @@ def _read(
     targets = live.allocate_targets(checked.saved, with_optimizer=with_optimizer)
     undo.callback(targets.rollback)
     owned = {parameter.name for parameter in source.manifest.optimized}
-    masters = TransferPlan([f for f in targets.fragments if f.name in owned], source.layout())
+    resharding = source.manifest.resharding(checked.here, live.tensor_rank)
+    trained = [f for f in targets.fragments if f.name in owned]
+    masters = TransferPlan(trained, source.layout(), resharding)
     others = [f for f in targets.fragments if f.name not in owned]
-    frozen = TransferPlan(others, source.frozen_layout())
+    frozen = TransferPlan(others, source.frozen_layout(), resharding)
     source.check(masters.ranks, frozen.ranks)
     values = _values(source, checked, options, targets.fragments)
     states = [tensor for of_flat in targets.states for tensor in of_flat.values()]

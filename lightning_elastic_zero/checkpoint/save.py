@@ -20,6 +20,7 @@ from lightning_elastic_zero.checkpoint.consistency import (
 )
 from lightning_elastic_zero.checkpoint.extra_state import warn_of_unsaved, with_extra_states
 from lightning_elastic_zero.checkpoint.nodes import check_room, join_folder_of
+from lightning_elastic_zero.checkpoint.shards import check_shards, shard_report
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     SaveOptions,
@@ -113,7 +114,7 @@ def collect(request: SaveRequest, rank: int) -> ShardContents:
     state = engine.rank_state(
         exclude_frozen=options.exclude_frozen, keep_module_weights=options.module_weights
     )
-    state = _state_to_save(state, manifest, rank)
+    state = _state_to_save(state, manifest, rank // manifest.tensor_parallel.size)
     check_loads_weights_only(
         {
             "the scheduler's state": state.lr_scheduler,
@@ -166,7 +167,7 @@ def manifest_to_save(manifest: Manifest, options: SaveOptions) -> Manifest:
 
 
 def _state_to_save(state: RankState, manifest: Manifest, rank: int) -> RankState:
-    """Return the part of a rank's state that it writes."""
+    """Return the part of a data rank's state that it writes."""
     flats, writes = state.flats, writes_weights(manifest, rank)
     if manifest.weights_only:
         flats = tuple(replace(flat, elementwise={}) for flat in flats)
@@ -247,9 +248,12 @@ def _write(
 
     def write_files() -> dict[str, Any]:
         staging = _await_staging(new, folder_at(contents.target))
-        manifest = replace(contents.manifest, save_id=new.save_id)
+        manifest, tensor_rank = contents.manifest, contents.state.tensor_rank
+        shard = manifest.as_shard(tensor_rank, manifest.buffers)
+        shard = replace(shard, save_id=new.save_id)
         progress = _progress(contents, ranks, cancellation)
-        writer = RankWriter(staging.path, manifest, ranks.rank, progress)
+        data_rank = ranks.rank // manifest.tensor_parallel.size
+        writer = RankWriter(staging.path, shard, data_rank, progress, tensor_rank)
         return asdict(_write_files(looked[0], new, writer))
 
     def publish() -> dict[str, Any]:
@@ -323,12 +327,14 @@ class _Written:
     differences: Differences
     requests: int
     """Requests to an object store."""
+    shard: Mapping[str, Any] = field(default_factory=dict)
+    """With tensor parallelism: its ``shard_report``."""
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> _Written:
         files = [FileEntry(**entry) for entry in plain["files"]]
         differences = Differences(**plain["differences"])
-        return cls(files, plain["kept"], differences, plain["requests"])
+        return cls(files, plain["kept"], differences, plain["requests"], plain["shard"])
 
 
 def _stage(looked: _Looked, ranks: Ranks, staged: list[Staged]) -> _NewSave:
@@ -394,19 +400,19 @@ def _write_files(looked: _Looked, new: _NewSave, writer: RankWriter) -> _Written
     contents, differences = looked.contents, Differences.between(looked.compared, new.digests)
     if differences.tables:
         return _Written([], [], differences, 0)
-    if writer.rank:
+    if not writer.is_first:
         names = differing_items(looked.compared, new.digests, "buffers")
         contents = _part_of_rank(contents, differences, names)
     files = writer.write(contents.state, contents.client, contents.rank_state)
     kept = {
-        BUFFERS: bool(writer.rank and contents.state.module_buffers),
+        BUFFERS: bool(not writer.is_first and contents.state.module_buffers),
         OWN_STATE: bool(contents.rank_state.plain),
         MODULE_WEIGHTS: any(flat.weights for flat in contents.state.flats),
     }
     requests = folder_at(contents.target).requests - looked.requests
-    return _Written(
-        files, [name for name, is_kept in kept.items() if is_kept], differences, requests
-    )
+    names = [name for name, is_kept in kept.items() if is_kept]
+    report = shard_report(contents.manifest, contents.state, writer.rank)
+    return _Written(files, names, differences, requests, report)
 
 
 def _part_of_rank(
@@ -438,6 +444,7 @@ def _complete(
     kept = {kind for of_rank in written for kind in of_rank.kept}
     if check_consistent(looked.compared, manifest, differences):
         kept.add(SCALARS)
+    shards = check_shards(manifest, [of_rank.shard for of_rank in written])
     warned = contents.options.warned_entries
     warn_of_differences(looked.compared, manifest, differences, warned)
     write_durably(folder / LATEST, TAG.encode())
@@ -455,6 +462,7 @@ def _complete(
         ),
         rank_state=tuple(sorted(kept)),
         client_objects=tuple(format_tree_path(path) for path, _ in contents.client.objects),
+        tensor_parallel=replace(manifest.tensor_parallel, shards=shards),
     )
     folder_at(folder).remove_left(new.token)
     staged.seal(manifest.to_json().encode())

@@ -120,7 +120,7 @@ def check_compatible(
 def describe(manifest: Manifest) -> str:
     """Return a one-line summary of a checkpoint or a live engine."""
     numel = sum(p.numel for p in manifest.parameters)
-    devices = f"{manifest.world_size} device{'s' if manifest.world_size > 1 else ''}"
+    devices = describe_devices(manifest)
     has_run = bool(manifest.writer.engine)
     parts = [
         # In an evaluation or a checkpoint of whole tensors, the device count is unknown.
@@ -137,6 +137,14 @@ def describe(manifest: Manifest) -> str:
     if manifest.weights_only:
         parts.append("weights only")
     return ", ".join(parts)
+
+
+def describe_devices(manifest: Manifest) -> str:
+    """Return the number of devices: ``"2 devices"``, or of data ranks and tensor ranks."""
+    count = manifest.world_size * manifest.tensor_parallel.size
+    if manifest.tensor_parallel.size == 1:
+        return f"{count} device{'s' if count > 1 else ''}"
+    return f"{count} devices ({manifest.tensor_parallel.size} tensor ranks)"
 
 
 def _differences(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:

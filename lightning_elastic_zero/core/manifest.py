@@ -9,19 +9,20 @@ unknown fields of the same version. The field ``digest`` is the digest of all ot
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import PurePosixPath
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
-from lightning_elastic_zero.core.layout import Layout
+from lightning_elastic_zero.core.cuts import Cut
+from lightning_elastic_zero.core.layout import Layout, Resharding, ShardedLayout, Sharding
 from lightning_elastic_zero.core.partition import (
     FlatBuffer,
-    PerParameterPartition,
     frozen_partition,
     zero_layout,
 )
@@ -36,7 +37,8 @@ _BLANK = "0" * hashlib.sha256().digest_size * 2
 
 FORMAT = "lightning_elastic_zero"
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest version; see ``Manifest.format_version``."""
 
 MANIFEST_NAME = "manifest.json"
 
@@ -298,6 +300,36 @@ class TrainingProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """What one tensor rank has and another has not."""
+
+    buffers: tuple[FlatBuffer, ...]
+    """The flat buffers, with the elements of this tensor rank's shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Tensor parallelism: each of ``size`` neighbouring ranks has a shard of some parameters."""
+
+    size: int = 1
+    """Number of tensor ranks. Each has ``Manifest.world_size`` data ranks."""
+    cuts: tuple[Cut, ...] = ()
+    """The parameters that are cut. Every tensor rank has all others whole."""
+    shards: tuple[Shard, ...] = ()
+    """Of the tensor ranks from 1 on."""
+
+    def with_names(self, named: Callable[[str], str]) -> TensorParallel:
+        """Return it with other names of the parameters."""
+        return replace(
+            self,
+            cuts=tuple(replace(cut, name=named(cut.name)) for cut in self.cuts),
+            shards=tuple(
+                Shard(tuple(b.with_names(named) for b in shard.buffers)) for shard in self.shards
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Description of a checkpoint, from which a restore is planned."""
 
@@ -306,7 +338,7 @@ class Manifest:
     stage: int
     """ZeRO stage of the engine that wrote it, 0 to 3."""
     world_size: int
-    """Data-parallel ranks that wrote it."""
+    """Data-parallel ranks that wrote it, of each tensor rank."""
     precision: str
     """Precision of the module: ``"fp32"``, ``"bf16"``, ``"fp16"``; other software: any dtype."""
     master_dtype: str
@@ -316,7 +348,8 @@ class Manifest:
     groups: tuple[Group, ...]
     """The optimizer's parameter groups, in its order."""
     buffers: tuple[FlatBuffer, ...]
-    """The flat buffers in order. With ``stage`` and ``world_size`` they determine the layout."""
+    """The flat buffers in order. With ``stage`` and ``world_size`` they determine the layout. Those
+    of tensor rank 0; in a live run, of this rank's tensor rank."""
     module_buffers: tuple[str, ...]
     """Names of the persistent module buffers."""
     files: tuple[FileEntry, ...]
@@ -335,6 +368,13 @@ class Manifest:
     ``MODULE_WEIGHTS``."""
     client_objects: tuple[str, ...] = ()
     """Paths in the client state of objects that are not plain data, stored in another file."""
+    tensor_parallel: TensorParallel = TensorParallel()
+    """Tensor parallelism of the run that wrote it."""
+
+    @property
+    def format_version(self) -> int:
+        """1 if there is one tensor rank: older releases know no shards."""
+        return 2 if self.tensor_parallel.size > 1 else 1
 
     @property
     def optimized(self) -> tuple[Parameter, ...]:
@@ -352,22 +392,69 @@ class Manifest:
         aliases = (alias for p in self.parameters for alias in p.aliases)
         return (*(p.name for p in self.parameters), *aliases, *self.module_buffers)
 
-    def has_same_partition(self, other: Manifest) -> bool:
-        """Whether each rank holds the same elements in the same flat buffers."""
-        mine, others = ((m.stage, m.world_size, m.buffers) for m in (self, other))
+    def has_same_grid(self, other: Manifest) -> bool:
+        """Whether there are as many data ranks and tensor ranks."""
+        mine, others = ((m.world_size, m.tensor_parallel.size) for m in (self, other))
         return mine == others
 
+    def has_same_partition(self, other: Manifest) -> bool:
+        """Whether each rank holds the same elements in the same flat buffers."""
+        mine, others = ((m.stage, m.buffers, m.tensor_parallel.cuts) for m in (self, other))
+        return mine == others and self.has_same_grid(other)
+
     def layout(self) -> Layout:
+        if self.tensor_parallel.size > 1:
+            return ShardedLayout([shard.layout() for shard in self.shards()])
         return zero_layout(self.stage, self.buffers, self.world_size)
 
-    def frozen_layout(self) -> PerParameterPartition:
+    def frozen_layout(self) -> Layout:
         """Return the layout of the frozen parameters in the ranks' files."""
+        if self.tensor_parallel.size > 1:
+            return ShardedLayout([shard.frozen_layout() for shard in self.shards()])
         ranks = self.world_size if self.stage == STAGE_WEIGHTS else 1
         return frozen_partition(((p.name, p.numel) for p in self.frozen), ranks)
 
+    def shards(self) -> tuple[Manifest, ...]:
+        """Return each tensor rank's manifest, in which its shards are the whole parameters."""
+        others = tuple(shard.buffers for shard in self.tensor_parallel.shards)
+        return tuple(map(self.as_shard, itertools.count(), (self.buffers, *others)))
+
+    def as_shard(self, tensor_rank: int, buffers: tuple[FlatBuffer, ...]) -> Manifest:
+        """Return the manifest of a tensor rank with these flat buffers."""
+        size = self.tensor_parallel.size
+        if size == 1:
+            return self
+        cuts = self.sharding.cuts
+        parameters = tuple(
+            replace(p, shape=cuts[p.name].shape_on(tensor_rank, size, p.shape))
+            if p.name in cuts
+            else p
+            for p in self.parameters
+        )
+        return replace(
+            self, parameters=parameters, buffers=buffers, tensor_parallel=TensorParallel()
+        )
+
+    @property
+    def sharding(self) -> Sharding:
+        """The shards of the tensor ranks."""
+        of = self.tensor_parallel
+        return Sharding(of.size, {cut.name: cut for cut in of.cuts})
+
+    def resharding(self, live: Manifest | None = None, tensor_rank: int = 0) -> Resharding:
+        """Return where this checkpoint contains a live tensor rank's shards.
+
+        Without a live run: whole parameters.
+        """
+        wanted = live.sharding if live else Sharding()
+        shapes = {p.name: p.shape for p in self.parameters}
+        return Resharding(self.sharding, wanted, tensor_rank, shapes)
+
     def to_json(self) -> str:
         """Return the text of ``manifest.json``, which is determined by the content."""
-        content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        content = {"format": FORMAT, "format_version": self.format_version, **asdict(self)}
+        if self.format_version == 1:
+            del content["tensor_parallel"]
         for group in content["groups"]:
             group["hyperparameters"] = _tag_tuples(group["hyperparameters"])
         content["progress"]["sampler"] = _tag_tuples(content["progress"]["sampler"])
@@ -418,7 +505,8 @@ def manifest_from_json(text: str, where: str) -> Manifest:
 
 def _checked(content: Mapping[str, Any]) -> Manifest:
     # Defaults are for the code only: on disk, all fields of the manifest are required.
-    if lacking := sorted(Manifest.__dataclass_fields__.keys() - content.keys()):
+    optional = {"tensor_parallel"} if content["format_version"] == 1 else set()
+    if lacking := sorted(Manifest.__dataclass_fields__.keys() - content.keys() - optional):
         raise KeyError(*lacking)
     manifest = from_json(Manifest, content, _untag_tuples)
     if wrong := next(_contradictions(manifest), ""):
@@ -432,6 +520,30 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield f"ZeRO stage {manifest.stage} on {manifest.world_size} devices"
     if wrong := [p.name for p in manifest.parameters if min(p.shape, default=0) < 0]:
         yield f"the shape of {wrong[0]} has a negative size"
+    parallel, shapes = manifest.tensor_parallel, {p.name: p.shape for p in manifest.parameters}
+    if len(parallel.shards) + 1 != parallel.size:
+        yield f"{len(parallel.shards)} shards besides the first for {parallel.size} tensor ranks"
+    elif unknown := [cut.name for cut in parallel.cuts if cut.name not in shapes]:
+        yield f"{unknown[0]} is cut, but is no parameter"
+    else:
+        for cut in parallel.cuts:
+            cut.check(parallel.size, shapes[cut.name])
+        for shard in manifest.shards():
+            yield from _shard_contradictions(shard)
+    for what, names in (
+        ("parameters", [p.name for p in manifest.parameters]),
+        ("cuts", [cut.name for cut in parallel.cuts]),
+        ("files", [entry.name for entry in manifest.files]),
+    ):
+        if len(set(names)) != len(names):
+            yield f"two {what} have the same name"
+    held = {*(p.name for p in manifest.optimized), *manifest.module_buffers}
+    if stray := set(manifest.excluded) & held:
+        yield f"{min(stray)} is excluded, but is trained or a stored buffer"
+
+
+def _shard_contradictions(manifest: Manifest) -> Iterator[str]:
+    """Yield what contradicts itself in the tables of one tensor rank."""
     owned = {p.name: (p.group, p.numel) for p in manifest.optimized}
     placed = {
         name: (buffer.group, numel)
@@ -443,15 +555,6 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     grouped = [(name, index) for index, g in enumerate(manifest.groups) for name in g.names]
     if sorted(grouped) != sorted((name, group) for name, (group, _) in owned.items()):
         yield "the groups and the parameter table differ in the members of groups"
-    for what, names in (
-        ("parameters", [p.name for p in manifest.parameters]),
-        ("files", [entry.name for entry in manifest.files]),
-    ):
-        if len(set(names)) != len(names):
-            yield f"two {what} have the same name"
-    held = {*(p.name for p in manifest.optimized), *manifest.module_buffers}
-    if stray := set(manifest.excluded) & held:
-        yield f"{min(stray)} is excluded, but is trained or a stored buffer"
 
 
 def _tag_tuples(value: Plain) -> Plain:

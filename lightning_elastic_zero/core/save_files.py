@@ -21,32 +21,46 @@ CLIENT_OBJECTS = f"{TAG}/client_objects.pt"
 SEEN_PREFIX = ".seen-"
 """Prefix of the names of files that other ranks wait for during a save."""
 
-MODEL_NAME = "mp_rank_00_model_states.pt"
-"""The only model file of ZeRO-1/2."""
+
+def model_name(tensor_rank: int | str = 0) -> str:
+    """Return the name of a tensor rank's only model file in ZeRO-1/2."""
+    return f"mp_rank_{tensor_rank:0>2}_model_states.pt"
 
 
-def optimizer_name(rank: int | str, prefix: str) -> str:
-    """Return the name of a rank's optimizer shard."""
-    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+MODEL_NAME = model_name()
+"""The only model file of ZeRO-1/2 without tensor parallelism."""
 
 
-def partitioned_model_name(rank: int | str) -> str:
-    """Return the name of a rank's model file in ZeRO-3."""
-    return f"zero_pp_rank_{rank}_{MODEL_NAME}"
+def optimizer_name(rank: int | str, prefix: str, tensor_rank: int | str = 0) -> str:
+    """Return the name of a data rank's optimizer shard."""
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{tensor_rank:0>2}_optim_states.pt"
 
 
-def optimizer_file(rank: int | str, precision: str) -> str:
-    """Return the path of a rank's optimizer shard in a checkpoint of this library."""
-    return f"{TAG}/{optimizer_name(rank, 'bf16_' if precision == 'bf16' else '')}"
+def partitioned_model_name(rank: int | str, tensor_rank: int | str = 0) -> str:
+    """Return the name of a data rank's model file in ZeRO-3."""
+    return f"zero_pp_rank_{rank}_{model_name(tensor_rank)}"
 
 
-def model_file(rank: int | str, stage: int) -> str:
-    """Return the path of a rank's model file; in ZeRO-1/2 only rank 0 writes one."""
-    return f"{TAG}/{partitioned_model_name(rank) if stage == STAGE_WEIGHTS else MODEL_NAME}"
+def optimizer_file(rank: int | str, precision: str, tensor_rank: int | str = 0) -> str:
+    """Return the path of a data rank's optimizer shard in a checkpoint of this library."""
+    return f"{TAG}/{optimizer_name(rank, 'bf16_' if precision == 'bf16' else '', tensor_rank)}"
 
 
-_RANK, _TOKEN = "{rank}", "{token}"
-_PLACEHOLDERS = {"rank": r"\d+", "token": "[0-9A-Za-z-]+"}
+def model_file(rank: int | str, stage: int, tensor_rank: int | str = 0) -> str:
+    """Return the path of a data rank's model file; in ZeRO-1/2 only data rank 0 writes one."""
+    partitioned = stage == STAGE_WEIGHTS
+    name = partitioned_model_name(rank, tensor_rank) if partitioned else model_name(tensor_rank)
+    return f"{TAG}/{name}"
+
+
+def tensor_rank_of(name: str) -> int:
+    """Return the tensor rank that wrote a file; rank 0 wrote those that name none."""
+    named = re.search(r"mp_rank_(\d+)_[a-z_]+\.pt$", name)
+    return int(named[1]) if named else 0
+
+
+_RANK, _TENSOR_RANK, _TOKEN = "{rank}", "{tensor_rank}", "{token}"
+_PLACEHOLDERS = {"rank": r"\d+", "tensor_rank": r"\d\d+", "token": "[0-9A-Za-z-]+"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +85,10 @@ SAVE_FILES = (
     SaveFile(f"{SEEN_PREFIX}{_TOKEN}"),
     SaveFile(LATEST, is_copied_with_id=True),
     SaveFile(RECOVERY_SCRIPT, is_copied_with_id=True),
-    SaveFile(optimizer_file(_RANK, "fp32"), has_checksums=True),
-    SaveFile(optimizer_file(_RANK, "bf16"), has_checksums=True),
-    SaveFile(model_file(_RANK, STAGE_WEIGHTS), has_checksums=True),
-    SaveFile(model_file(_RANK, 0), has_checksums=True),
+    SaveFile(optimizer_file(_RANK, "fp32", _TENSOR_RANK), has_checksums=True),
+    SaveFile(optimizer_file(_RANK, "bf16", _TENSOR_RANK), has_checksums=True),
+    SaveFile(model_file(_RANK, STAGE_WEIGHTS, _TENSOR_RANK), has_checksums=True),
+    SaveFile(model_file(_RANK, 0, _TENSOR_RANK), has_checksums=True),
     SaveFile(CLIENT_OBJECTS, has_checksums=True),
 )
 """Only these may be removed from a checkpoint that has no readable manifest."""

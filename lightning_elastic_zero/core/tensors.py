@@ -69,6 +69,10 @@ class RankState:
     """Optimizer state under keys that are not parameters; the same on all ranks."""
     replica_sums: tuple[int, ...] = ()
     """Stage 0, where every rank has all masters: a sum over the bits of each flat buffer."""
+    tensor_rank: int = 0
+    """The tensor rank whose shards it has."""
+    copy_sums: Mapping[str, int] = field(default_factory=dict)
+    """Of parameters that every tensor rank has: a sum over the bits of this rank's elements."""
 
     def tensors(self) -> dict[TensorKey, torch.Tensor]:
         """Return the tensors of which plans consist (``formats/elastic_plan``)."""

@@ -32,14 +32,15 @@ NAMES: Mapping[str, dict[str, str]] = {
     "DeepSpeedEngine": {
         "": "_is_gradient_accumulation_boundary bfloat16_enabled curriculum_learning_enabled "
         "fp16_enabled global_rank global_samples global_steps gradient_accumulation_steps "
-        "has_moe_layers lr_scheduler micro_steps module "
+        "has_moe_layers lr_scheduler micro_steps module mpu "
         "mp_world_size optimized_linear_base_weight_sharding optimizer random_ltd_enabled "
         "seq_dp_world_size set_gradient_accumulation_boundary skipped_steps train_batch_size "
+        "train_micro_batch_size_per_gpu "
         "zero_load_from_fp32_weights zero_optimization_stage zero_partial_offload "
         "zero_quantized_nontrainable_weights",
         "0.17.5": "zenflow",
         "0.18.4": "torch_autocast_z0_gradscaler",
-        "0.19.8": "_unmanaged_backward_count managed_gradient_accumulation",
+        "0.19.8": "_unmanaged_backward_count autotp_size managed_gradient_accumulation",
     },
     "DeepSpeedZeroOptimizer": {
         "": "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _release_ipg_buffers "
@@ -118,9 +119,14 @@ NAMES: Mapping[str, dict[str, str]] = {
 sets them in its constructors (``""``: all supported ones). Older releases work without them; newer
 ones are refused if they lack them."""
 
-UNCHECKED = ("_apply_muon_updates_cpu_offload", "losses", "swap_optimizer")
-"""Other names. ``support`` refuses Muon with offload in ZeRO-1/2 by the first; the second is a sum
-that older releases log; ZeRO-1/2 lacks the third."""
+UNCHECKED = (
+    "_apply_muon_updates_cpu_offload",
+    "ds_autotp_universal_checkpoint_meta",
+    "losses",
+    "swap_optimizer",
+)
+"""Other names. ``support`` refuses Muon with offload in ZeRO-1/2 by the first, and AutoTP by the
+second; the third is a sum that older releases log; ZeRO-1/2 lacks the last."""
 
 
 def compatible_operators(ops: Any) -> dict[str, bool]:
@@ -149,6 +155,12 @@ def relink_states(
 
 def _link_to_master(parameter: torch.nn.Parameter) -> Any:
     return getattr(parameter, "_hp_mapping", None)
+
+
+def cut_by_autotp(parameter: torch.nn.Parameter) -> Mapping[str, Any] | None:
+    """Return AutoTP's description of a parameter's cut, or None if it has not touched it."""
+    about: Mapping[str, Any] = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None) or {}
+    return about.get("conversion")
 
 
 def discard_gradients(engine: Any, wrapper: str) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from lightning_elastic_zero.core.cuts import Cut
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import (
     STAGE_WEIGHTS,
     Group,
     Manifest,
     Parameter,
+    TensorParallel,
     TrainingProgress,
     Writer,
 )
@@ -97,6 +99,11 @@ from lightning_elastic_zero.engine.restore import (
     round_masters,
 )
 from lightning_elastic_zero.engine.support import check_supported, optimizer_wrapper
+from lightning_elastic_zero.engine.tensor_parallel import (
+    cuts_of,
+    samples_overcount,
+    tensor_ranks,
+)
 from lightning_elastic_zero.errors import UnsupportedError
 
 log = logging.getLogger(__name__)
@@ -185,11 +192,32 @@ class LiveEngine:
 
     @property
     def _rank(self) -> int:
-        return int(self._engine.global_rank)
+        """The data rank."""
+        return int(self._engine.global_rank) // self._tensor_ranks
 
     @property
     def _world_size(self) -> int:
+        """The number of data ranks."""
         return int(self._engine.seq_dp_world_size)
+
+    @property
+    def _tensor_ranks(self) -> int:
+        return tensor_ranks(self._engine)
+
+    @property
+    def tensor_rank(self) -> int:
+        """The tensor rank, whose shards this rank has."""
+        return int(self._engine.global_rank) % self._tensor_ranks
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the rank that logs."""
+        return not int(self._engine.global_rank)
+
+    @cached_property
+    def _cuts(self) -> dict[torch.nn.Parameter, tuple[Cut, tuple[int, ...]]]:
+        size = self._tensor_ranks
+        return cuts_of(parameter_names(self._engine.module), size) if size > 1 else {}
 
     @cached_property
     def _buffers(self) -> list[LiveFlatBuffer]:
@@ -275,7 +303,9 @@ class LiveEngine:
             parameters=tuple(
                 Parameter(
                     name=names[0],
-                    shape=full_shape(parameter),
+                    shape=self._cuts[parameter][1]
+                    if parameter in self._cuts
+                    else full_shape(parameter),
                     dtype=dtype_name(parameter.dtype),
                     group=groups_of.get(parameter),
                     aliases=tuple(names[1:]),
@@ -287,6 +317,9 @@ class LiveEngine:
             module_buffers=tuple(persistent_buffers(engine.module)),
             files=(),
             writer=Writer(torch=torch.__version__, deepspeed=version_of("deepspeed")),
+            tensor_parallel=TensorParallel(
+                self._tensor_ranks, tuple(cut for cut, _ in self._cuts.values())
+            ),
         )
         if not self._wrapper:
             return manifest
@@ -297,11 +330,11 @@ class LiveEngine:
             progress=TrainingProgress(
                 global_steps=engine.global_steps,
                 # DeepSpeed divides by the sequence ranks: a float with an integer value.
-                global_samples=int(engine.global_samples),
+                global_samples=int(engine.global_samples) // samples_overcount(engine),
                 skipped_steps=engine.skipped_steps,
                 micro_steps=engine.micro_steps,
                 gradient_accumulation_steps=engine.gradient_accumulation_steps(),
-                global_batch_size=int(engine.train_batch_size()),
+                global_batch_size=int(engine.train_batch_size()) // samples_overcount(engine),
             ),
             writer=replace(
                 manifest.writer,
@@ -375,7 +408,10 @@ class LiveEngine:
             module_buffers=persistent_buffers(module),
             module_weights=module_weights(module) if keep_module_weights else {},
             loss_scaler={},
+            tensor_rank=self.tensor_rank,
         )
+        if self._tensor_ranks > 1:
+            state = replace(state, copy_sums=self._copy_sums(state))
         if not self._wrapper:
             return state
         return replace(
@@ -386,6 +422,19 @@ class LiveEngine:
                 self._inner, [buffer.state_key for buffer in self._buffers], self._names
             ),
         )
+
+    def _copy_sums(self, state: RankState) -> dict[str, int]:
+        """Return a sum over the bits of this rank's part of each weight that is not cut."""
+        cut = {cut.name for cut, _ in self._cuts.values()}
+        parts = {
+            f.name: flat.master[f.offset : f.offset + f.stop - f.start]
+            for flat in state.flats
+            for f in flat.fragments
+        }
+        if self._stage == STAGE_WEIGHTS or not self._rank:  # Otherwise each has all of them.
+            parts |= state.frozen
+        copies = {name: part for name, part in parts.items() if name not in cut}
+        return dict(zip(copies, bit_sums([*copies.values()]), strict=True))
 
     def micro_batches_since_step(self) -> int:
         """Return the micro-batches of an unfinished optimizer step, whose gradients are not saved.
@@ -426,7 +475,7 @@ class LiveEngine:
                 check_configured_state(source.groups, self._inner, hyperparameters=hyperparameters)
             )
         for warning in filter(None, warnings):
-            if self._rank == 0:
+            if self._is_first:
                 log.warning("%s", warning)
 
     def check_scheduler(self, saved: Mapping[str, object]) -> None:
@@ -511,7 +560,7 @@ class LiveEngine:
         finally:  # Collective: other ranks wait here even if this one failed.
             self._after_weights_changed(fit)
         aliases = {alias for p in self.describe().parameters for alias in p.aliases}
-        if self._rank == 0 and (ignored := weights.keys() - fit.keys() - {*taken} - aliases):
+        if self._is_first and (ignored := weights.keys() - fit.keys() - {*taken} - aliases):
             names = format_names([name for name in weights if name in ignored])
             log.warning(
                 "weights ignored, because the model lacks them or has other shapes: %s", names

@@ -53,6 +53,7 @@ from lightning_elastic_zero.engine.optimizer import (
     stepping_optimizer,
 )
 from lightning_elastic_zero.engine.support import optimizer_wrapper
+from lightning_elastic_zero.engine.tensor_parallel import samples_overcount
 from lightning_elastic_zero.errors import CheckpointMismatchError
 
 log = logging.getLogger(__name__)
@@ -373,7 +374,7 @@ def commit_counters(engine: Any, values: RestoreValues) -> None:
     """Restore DeepSpeed's counters, its loss scaler, and the scheduler that it steps."""
     progress = values.progress
     engine.global_steps = progress.global_steps
-    engine.global_samples = progress.global_samples
+    engine.global_samples = progress.global_samples * samples_overcount(engine)
     engine.skipped_steps = progress.skipped_steps
     # Whole accumulation windows only: gradients inside a window are not saved.
     windows = progress.micro_steps // max(progress.gradient_accumulation_steps, 1)

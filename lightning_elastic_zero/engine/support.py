@@ -39,6 +39,7 @@ from lightning_elastic_zero.engine.deepspeed import (
     updates_offloaded_momentum,
 )
 from lightning_elastic_zero.engine.optimizer import BITSANDBYTES, package_of
+from lightning_elastic_zero.engine.tensor_parallel import tensor_ranks, unfit_run
 from lightning_elastic_zero.errors import UnsupportedError
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,11 @@ NVME_WEIGHTS = (
 ZENFLOW = (
     "zero_optimization.zenflow: a second optimizer steps the largest gradients, and its state is "
     "not accessible; remove the option: offload_optimizer to cpu works without it"
+)
+
+_TENSOR_PARALLELISM = (
+    "tensor parallelism, which only save_checkpoint and load_checkpoint of this library support; "
+    "call them with a plain engine, or remove the option: ZeRO-3 partitions the weights too"
 )
 
 EXPERTS = "each rank has only some of the experts"
@@ -232,7 +238,7 @@ def _config_reasons(config: Mapping[str, Any], *, trains: bool) -> Iterator[str]
         return
     size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
     if size > 1:
-        yield f"tensor_parallel.autotp_size = {size}: {_tensor_parallelism(size)}"
+        yield f"tensor_parallel.autotp_size = {size}: {_TENSOR_PARALLELISM}"
     if (config.get("expert_parallel") or {}).get("enabled"):
         yield (
             f"expert_parallel.enabled: expert parallelism, in which {EXPERTS}; remove the option: "
@@ -311,11 +317,13 @@ def remove_gradient_hooks(module: torch.nn.Module) -> None:
                 del hooks[key]
 
 
-def _tensor_parallelism(size: int) -> str:
-    return (
-        f"tensor or model parallelism over {size} ranks, in which each has a slice of a weight; "
-        "remove it: ZeRO-3 partitions the weights too"
-    )
+def check_no_shards(engine: Any) -> None:
+    """Refuse tensor parallelism, for callers that take every rank for a data rank.
+
+    Raises UnsupportedError if there are tensor ranks.
+    """
+    size = int(getattr(engine, "mp_world_size", 1))
+    _refuse([f"tensor_parallel.autotp_size = {size}: {_TENSOR_PARALLELISM}"] if size > 1 else [])
 
 
 def _refuse(reasons: list[str], *, trains: bool = True) -> None:
@@ -333,8 +341,8 @@ def _parallelism(engine: Any) -> Iterator[str]:
             "a PipelineModule: pipeline parallelism, in which each rank has only some of the "
             "layers; use a plain torch.nn.Module: ZeRO-3 partitions its weights"
         )
-    elif engine.mp_world_size > 1:
-        yield _tensor_parallelism(engine.mp_world_size)
+    elif tensor_ranks(engine) > 1:
+        yield from unfit_run(engine, version_of(DEEPSPEED.package))
     elif engine.seq_dp_world_size != get_world_size():
         yield (
             f"ZeRO over {engine.seq_dp_world_size} of {get_world_size()} ranks, as with sequence "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ from lightning_elastic_zero.core.manifest import (
 )
 from lightning_elastic_zero.core.partition import piece_start
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.core.save_files import CLIENT_OBJECTS, model_file, optimizer_file
+from lightning_elastic_zero.core.save_files import (
+    CLIENT_OBJECTS,
+    model_file,
+    optimizer_file,
+    tensor_rank_of,
+)
 from lightning_elastic_zero.core.tensors import Scalar
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
 from lightning_elastic_zero.formats.client_state import (
@@ -39,14 +45,33 @@ from lightning_elastic_zero.formats.reader import (
     SourceInfo,
     differing_sizes,
 )
+from lightning_elastic_zero.formats.sharded import ShardedReader
 from lightning_elastic_zero.formats.torch_read import OpenFiles, StoredRun, TorchFile
 from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, sidecar_bytes
 from lightning_elastic_zero.storage.object_store import AnyPath
 
 
+def open_elastic(
+    directory: AnyPath,
+    manifest: Manifest,
+    *,
+    allow_pickle: bool = False,
+    progress: Progress = NO_PROGRESS,
+) -> CheckpointReader:
+    """Open a published checkpoint of this library's format."""
+    open_shard = partial(ElasticReader, directory, allow_pickle=allow_pickle, progress=progress)
+    if manifest.tensor_parallel.size == 1:
+        return open_shard(manifest)
+    shards = []
+    for tensor_rank, shard in enumerate(manifest.shards()):
+        files = [f for f in shard.files if tensor_rank_of(f.name) == tensor_rank]
+        shards.append(open_shard(replace(shard, files=tuple(files)), tensor_rank=tensor_rank))
+    return ShardedReader(manifest, shards)
+
+
 class ElasticReader(CheckpointReader):
-    """A published checkpoint of this library's format."""
+    """The files of one tensor rank of a published checkpoint of this library's format."""
 
     def __init__(
         self,
@@ -55,7 +80,9 @@ class ElasticReader(CheckpointReader):
         *,
         allow_pickle: bool = False,
         progress: Progress = NO_PROGRESS,
+        tensor_rank: int = 0,
     ) -> None:
+        """Open it; ``manifest`` is that of the shards of ``tensor_rank``, as are all ranks."""
         self.info = SourceInfo(f"{FORMAT} checkpoint")
         prefix = f"{manifest.save_id}/"
         if manifest.files and all(entry.name.startswith(prefix) for entry in manifest.files):
@@ -74,6 +101,7 @@ class ElasticReader(CheckpointReader):
         self.manifest = manifest
         self.files = OpenFiles(directory, self._open, progress=progress)
         self._allow_pickle = allow_pickle
+        self._tensor_rank = tensor_rank
         self._entries = {entry.name: entry for entry in manifest.files}
         self._optimized = {p.name for p in manifest.optimized}
         self._frozen_numel = {p.name: p.numel for p in manifest.frozen}
@@ -107,9 +135,9 @@ class ElasticReader(CheckpointReader):
 
     def check(self, masters: Sequence[int], frozen: Sequence[int]) -> None:
         self._read_first = min(masters, default=None)
-        names = [optimizer_file(rank, self.manifest.precision) for rank in masters]
+        names = [self._optimizer_name(rank) for rank in masters]
         models = sorted({0, *frozen})  # rank 0's has the shared state
-        names += [model_file(rank, self.manifest.stage) for rank in models]
+        names += [self._model_name(rank) for rank in models]
         self._check_sizes(names)
 
     def check_files(self) -> None:
@@ -128,14 +156,14 @@ class ElasticReader(CheckpointReader):
 
     def locate(self, key: str, transfer: Transfer) -> Location:
         if transfer.name not in self._optimized:
-            file = self.files.get(model_file(transfer.source_rank, self.manifest.stage))
+            file = self.files.get(self._model_name(transfer.source_rank))
             stored = file.tree[FROZEN][transfer.name].view(-1)
             base = 0
             if self.manifest.stage == STAGE_WEIGHTS:
                 numel = self._frozen_numel[transfer.name]
                 base = piece_start(numel, self.manifest.world_size, transfer.source_rank)
             return file, self._run(file, stored, base, transfer)
-        file = self.files.get(optimizer_file(transfer.source_rank, self.manifest.precision))
+        file = self.files.get(self._optimizer_name(transfer.source_rank))
         entry = fp32_key(self.manifest.stage) if key == WEIGHT else STATES
         stored = file.tree[OPTIMIZER][entry][transfer.source_buffer]
         base = transfer.start - transfer.source_offset
@@ -151,7 +179,7 @@ class ElasticReader(CheckpointReader):
         return MODULE_WEIGHTS in self.manifest.rank_state
 
     def locate_module_weights(self, transfer: Transfer) -> Location | None:
-        file = self.files.get(optimizer_file(transfer.source_rank, self.manifest.precision))
+        file = self.files.get(self._optimizer_name(transfer.source_rank))
         of_buffers = file.tree[OURS].get(MODULE_WEIGHTS)
         pieces = of_buffers and of_buffers[transfer.source_buffer]
         if not pieces:
@@ -181,7 +209,7 @@ class ElasticReader(CheckpointReader):
         would open the same additional file.
         """
         rank = at.rank if self._read_first is None else self._read_first
-        file = self.files.get(optimizer_file(rank, self.manifest.precision))
+        file = self.files.get(self._optimizer_name(rank))
         states = file.tree[OPTIMIZER][STATES][at.buffer]
         group = self.manifest.groups[self.manifest.buffers[at.buffer].group]
         return file.load_tree({key.name: states[key.name] for key in group.scalars})
@@ -189,7 +217,7 @@ class ElasticReader(CheckpointReader):
     # -- shared state ------------------------------------------------------------------------
 
     def _model_file(self) -> TorchFile:
-        return self.files.get(model_file(0, self.manifest.stage))
+        return self.files.get(self._model_name(0))
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
         file = self._model_file()
@@ -202,20 +230,25 @@ class ElasticReader(CheckpointReader):
             client = join_objects(client, self._objects())
         extra = client.pop(EXTRA_STATES, {})
         client.pop(OPTIMIZER_STATE, None)
-        rank_state: dict[str, Any] = {}
-        if world_size == self.manifest.world_size:
-            buffers, rank_state = self._own_state(rank)
-            module.update(buffers)
-            extra = rank_state.pop(EXTRA_STATES, extra)
-        return SharedState(
-            module, client, loss_scaler, lr_scheduler, extra_states=extra, rank_state=rank_state
+        shared = SharedState(module, client, loss_scaler, lr_scheduler, extra_states=extra)
+        return (
+            self.with_own_state(shared, rank) if world_size == self.manifest.world_size else shared
+        )
+
+    def with_own_state(self, shared: SharedState, rank: int) -> SharedState:
+        buffers, rank_state = self._own_state(rank)
+        return replace(
+            shared,
+            buffers={**shared.buffers, **buffers},
+            extra_states=rank_state.pop(EXTRA_STATES, shared.extra_states),
+            rank_state=rank_state,
         )
 
     def _own_state(self, rank: int) -> tuple[Mapping[str, torch.Tensor], dict[str, Any]]:
         """Return the module buffers and the state that are a rank's own."""
         if not {BUFFERS, OWN_STATE}.intersection(self.manifest.rank_state):
             return {}, {}
-        file = self.files.get(optimizer_file(rank, self.manifest.precision))
+        file = self.files.get(self._optimizer_name(rank))
         stored = file.load_tree(file.tree[OURS]["own"])
         state: dict[str, Any] = stored["state"]
         if "objects" in stored:
@@ -251,6 +284,12 @@ class ElasticReader(CheckpointReader):
         return load_objects(stored, f"{file.path}{these}", allow_pickle=self._allow_pickle)
 
     # -- files -------------------------------------------------------------------------------
+
+    def _optimizer_name(self, rank: int) -> str:
+        return optimizer_file(rank, self.manifest.precision, self._tensor_rank)
+
+    def _model_name(self, rank: int) -> str:
+        return model_file(rank, self.manifest.stage, self._tensor_rank)
 
     def _entry(self, name: str) -> FileEntry:
         if name not in self._entries:

@@ -42,24 +42,31 @@ class Item:
     """Sizes of the parts of which the entry is a list; None: the entry is the tensor."""
 
 
-def plan_files(manifest: Manifest, rank: int, changed: Collection[int] = ()) -> list[Item]:
-    """Return the tensors in a rank's files that grow with the model.
+def plan_files(
+    manifest: Manifest, rank: int, changed: Collection[int] = (), tensor_rank: int = 0
+) -> list[Item]:
+    """Return the tensors in a data rank's files that grow with the model.
 
-    ``changed`` are the flat buffers of which the module's weights are written, too.
+    ``manifest`` is that of the tensor rank's shards; ``changed`` are the flat buffers of which the
+    module's weights are written, too.
     """
+    optimizer = optimizer_file(rank, manifest.precision, tensor_rank)
+    model = model_file(rank, manifest.stage, tensor_rank)
     held: list[list[Fragment]] = [[] for _ in manifest.buffers]
     for fragment in manifest.layout().on_rank(rank):
         held[fragment.buffer].append(fragment)
     items = [
         item
         for index, fragments in enumerate(held)
-        for item in _of_buffer(manifest, rank, index, fragments, with_module=index in changed)
+        for item in _of_buffer(
+            manifest, rank, index, fragments, optimizer, with_module=index in changed
+        )
     ]
-    return [*items, *_frozen(manifest, rank)] if writes_weights(manifest, rank) else items
+    return [*items, *_frozen(manifest, rank, model)] if writes_weights(manifest, rank) else items
 
 
 def writes_weights(manifest: Manifest, rank: int) -> bool:
-    """Whether a rank writes frozen and low-precision weights; in ZeRO-3 it writes its part."""
+    """Whether a data rank writes frozen and low-precision weights; in ZeRO-3 it writes its part."""
     return rank == 0 or manifest.stage == STAGE_WEIGHTS
 
 
@@ -71,10 +78,16 @@ def lean_numel(buffer: FlatBuffer, rank: int) -> int:
 
 
 def _of_buffer(
-    manifest: Manifest, rank: int, index: int, fragments: Sequence[Fragment], *, with_module: bool
+    manifest: Manifest,
+    rank: int,
+    index: int,
+    fragments: Sequence[Fragment],
+    file: str,
+    *,
+    with_module: bool,
 ) -> Iterator[Item]:
     """Yield the items of a flat buffer: masters, states, and the module's weights."""
-    file, buffer = optimizer_file(rank, manifest.precision), manifest.buffers[index]
+    buffer = manifest.buffers[index]
     zero_3 = manifest.stage == STAGE_WEIGHTS
     pieces = [piece_numel(numel, manifest.world_size) for numel in buffer.numels]
     end = sum(pieces) if zero_3 else lean_numel(buffer, rank)
@@ -106,10 +119,10 @@ def _of_buffer(
         yield Item(file, (OURS, MODULE_WEIGHTS, index), dtypes[buffer.names[0]], parts, cuts=cuts)
 
 
-def _frozen(manifest: Manifest, rank: int) -> Iterator[Item]:
+def _frozen(manifest: Manifest, rank: int, file: str) -> Iterator[Item]:
     """Yield the frozen weights: whole with their shapes, or in ZeRO-3 padded 1-D pieces."""
     zero_3 = manifest.stage == STAGE_WEIGHTS
-    file, ranks = model_file(rank, manifest.stage), manifest.world_size if zero_3 else 1
+    ranks = manifest.world_size if zero_3 else 1
     held = {f.name: f.stop - f.start for f in manifest.frozen_layout().on_rank(rank)}
     for p in manifest.frozen:
         numel = held.get(p.name, 0)

@@ -16,7 +16,6 @@ import torch
 
 from lightning_elastic_zero.core.layout import TensorKey
 from lightning_elastic_zero.core.manifest import (
-    FORMAT_VERSION,
     MODULE_WEIGHTS,
     STAGE_WEIGHTS,
     FileEntry,
@@ -52,10 +51,17 @@ class RankWriter:
     directory: AnyPath
     """The folder of this save: the staged checkpoint."""
     manifest: Manifest
-    """The engine's manifest, with the id of the save."""
+    """The manifest of the tensor rank's shards, with the id of the save."""
     rank: int
+    """The data rank."""
     progress: Progress
     """Receives the number of bytes written."""
+    tensor_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of all ranks."""
+        return not (self.rank or self.tensor_rank)
 
     def write(
         self, state: RankState, client: SplitState, rank_state: SplitState
@@ -67,13 +73,14 @@ class RankWriter:
         Raises SaveError if a file cannot be written.
         """
         manifest, rank = self.manifest, self.rank
-        trees = {optimizer_file(rank, manifest.precision): self._shard(state, rank_state)}
+        optimizer = optimizer_file(rank, manifest.precision, self.tensor_rank)
+        trees = {optimizer: self._shard(state, rank_state)}
         if writes_weights(manifest, rank):
-            trees[model_file(rank, manifest.stage)] = self._model(state, client)
+            trees[model_file(rank, manifest.stage, self.tensor_rank)] = self._model(state, client)
         if client.objects:
             trees[CLIENT_OBJECTS] = {**store_objects(client.objects), OURS: self._stamp()}
         changed = {index for index, flat in enumerate(state.flats) if flat.weights}
-        plan, sources = plan_files(manifest, rank, changed), state.tensors()
+        plan, sources = plan_files(manifest, rank, changed, self.tensor_rank), state.tensors()
         return [
             self._write(name, tree, [item for item in plan if item.file == name], sources)
             for name, tree in trees.items()
@@ -138,7 +145,7 @@ class RankWriter:
             if (step := _optimizer_step(manifest)) is not None:
                 inner[GROUP_STEP] = step
         stored: dict[str, Any] = {
-            "buffers": _copies(state.module_buffers) if self.rank else {},
+            "buffers": {} if self.is_first else _copies(state.module_buffers),
             "state": rank_state.plain,
         }
         if rank_state.objects:
@@ -156,7 +163,7 @@ class RankWriter:
         Frozen weights are None.
         """
         manifest = self.manifest
-        buffers = _copies(state.module_buffers) if self.rank == 0 else {}
+        buffers = _copies(state.module_buffers) if self.is_first else {}
         weights, flats = _copies(state.module_weights), [b.names for b in manifest.buffers]
         frozen = dict.fromkeys(p.name for p in manifest.frozen)
         return {
@@ -174,7 +181,7 @@ class RankWriter:
 
     def _stamp(self) -> dict[str, Any]:
         return {
-            "format_version": FORMAT_VERSION,
+            "format_version": self.manifest.format_version,
             "save_id": self.manifest.save_id,
             "rank": self.rank,
             "world_size": self.manifest.world_size,

@@ -33,7 +33,7 @@ from lightning_elastic_zero.formats.deepspeed_files import (
 )
 from lightning_elastic_zero.formats.deepspeed_reader import UniversalReader, ZeroReader
 from lightning_elastic_zero.formats.dumps import TABLE_NAME, DumpsReader
-from lightning_elastic_zero.formats.elastic import ElasticReader
+from lightning_elastic_zero.formats.elastic import open_elastic
 from lightning_elastic_zero.formats.full_state import SingleFileReader, is_unpartitioned
 from lightning_elastic_zero.formats.reader import CheckpointReader, as_format_error
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, TorchFile, foreign_files
@@ -106,7 +106,7 @@ def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> Checkpo
     manifest = _own_manifest(folder)
     progress.check()
     if manifest is not None:
-        return ElasticReader(path, manifest, allow_pickle=allow_pickle, progress=progress)
+        return open_elastic(path, manifest, allow_pickle=allow_pickle, progress=progress)
     if local is None:
         _refuse_without_manifest(folder)
     return _foreign(local, allow_pickle=allow_pickle, progress=progress)

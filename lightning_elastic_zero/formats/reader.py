@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -55,6 +55,10 @@ FRESH_OPTIMIZER_HINT = (
 
 COMPARED_ELEMENTS = 1 << 20
 """Elements of masters and low-precision weights that are compared at a time."""
+
+
+SPREAD_ELEMENTS = 1 << 20
+"""Elements of a tensor, from the first to the last of its rows, that are read at once."""
 
 
 Targets: TypeAlias = Sequence[Mapping[str, torch.Tensor]]
@@ -369,6 +373,36 @@ class CheckpointReader(ABC):
             CheckpointMismatchError: elements would be cast from or to integers, or a value is too
                 large for its target's type.
         """
+        runs = [t for t in transfers if t.rows is None]
+        bytes_read = self._read_runs(runs, targets, progress, weights_only)
+        for part in (part for t in transfers if t.rows for part in t.parts(SPREAD_ELEMENTS)):
+            bytes_read += self._read_rows(part, targets, progress, weights_only)
+        self._refuse_damage(t.name for t in transfers)
+        return bytes_read
+
+    def _read_rows(
+        self, part: Transfer, targets: Targets, progress: Progress, weights_only: Collection[str]
+    ) -> int:
+        """Read the elements from the first to the last row, and copy the rows."""
+        numel = part.stop - part.start
+        read = {
+            key: host_chunk(numel, target.dtype)
+            for key, target in targets[part.target_buffer].items()
+            if key == WEIGHT or part.name not in weights_only
+        }
+        run = replace(part, rows=None, target_buffer=0, target_offset=0)
+        bytes_read = self._read_runs([run], [read], progress, ())
+        for key, values in read.items():
+            _filled(targets, part, key).copy_(_source_rows(values, part))
+        return bytes_read
+
+    def _read_runs(
+        self,
+        transfers: Sequence[Transfer],
+        targets: Targets,
+        progress: Progress,
+        weights_only: Collection[str],
+    ) -> int:
         keys = dict.fromkeys(key for t in transfers for key in targets[t.target_buffer])
         wanted = [
             (t, key)
@@ -391,7 +425,6 @@ class CheckpointReader(ABC):
         for t, read in masters:
             if rounded := self.locate_rounded(t):
                 bytes_read += self._compare_rounded(t.name, read, *rounded, progress)
-        self._refuse_damage(t.name for t in transfers)
         return bytes_read
 
     def _compare_rounded(
@@ -440,23 +473,22 @@ class CheckpointReader(ABC):
         be skipped, and contain the masters, rounded or not. Returns the bytes read.
         """
         bytes_read = 0
-        for t in transfers:
+        for t in (part for each in transfers for part in each.parts(COMPARED_ELEMENTS)):
             located = self.locate_module_weights(t)
             if located is None:
                 continue
             file, run = located
-            for start, stop in spans(0, run.stop - run.start, COMPARED_ELEMENTS):
-                low = host_chunk(stop - start, run.tensor.dtype)
-                part = StoredRun(run.tensor, run.start + start, run.start + stop)
-                bytes_read += file.read_into([(low, part)], progress)
-                where = slice(t.target_offset + start, t.target_offset + stop)
-                master = masters[t.target_buffer].detach()[where].cpu()
-                changed = changed_weights(master, low)
-                if changed.any():
-                    self.comparison.changed[t.name] = None
-                    if weights[t.target_buffer].numel():
-                        kept = weights[t.target_buffer].detach()[where]
-                        kept.copy_(torch.where(changed, low.to(kept.dtype), kept.cpu()))
+            stored = host_chunk(run.stop - run.start, run.tensor.dtype)
+            bytes_read += file.read_into([(stored, run)], progress)
+            low = _source_rows(stored, t).reshape(-1)
+            master = _target_rows(masters[t.target_buffer], t).reshape(-1).cpu()
+            changed = changed_weights(master, low)
+            if changed.any():
+                self.comparison.changed[t.name] = None
+                if weights[t.target_buffer].numel():
+                    kept = _target_rows(weights[t.target_buffer], t)
+                    found = torch.where(changed, low.to(kept.dtype), kept.reshape(-1).cpu())
+                    kept.copy_(found.view(kept.shape))
         return bytes_read
 
     @abstractmethod
@@ -473,6 +505,10 @@ class CheckpointReader(ABC):
     def module_state(self, rank: int, world_size: int) -> SharedState:
         """Return the shared state, with this rank's own values if the world size is unchanged."""
 
+    def with_own_state(self, shared: SharedState, rank: int) -> SharedState:  # noqa: ARG002 (some)
+        """Return the shared state with a saved rank's own values."""
+        return shared
+
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the persistent module buffers, without reading the rest of the shared state."""
         return self.module_state(0, 1).buffers
@@ -487,9 +523,25 @@ class CheckpointReader(ABC):
 
 
 def _filled(targets: Targets, transfer: Transfer, key: str) -> torch.Tensor:
-    first = transfer.target_offset
-    whole = targets[transfer.target_buffer][key].detach()
-    return whole[first : first + transfer.stop - transfer.start]
+    return _target_rows(targets[transfer.target_buffer][key], transfer)
+
+
+def _target_rows(target: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+    """Return the elements of a 1-D tensor that a transfer fills; rows in two dimensions."""
+    first, rows = transfer.target_offset, transfer.rows
+    if rows is None:
+        return target.detach()[first : first + transfer.stop - transfer.start]
+    return _strided(target.detach()[first:], rows.count, rows.length, rows.target_step)
+
+
+def _source_rows(read: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+    """Return the elements to copy of all that a transfer reads; rows in two dimensions."""
+    rows = transfer.rows
+    return read if rows is None else _strided(read, rows.count, rows.length, rows.source_step)
+
+
+def _strided(values: torch.Tensor, count: int, length: int, step: int) -> torch.Tensor:
+    return values.as_strided((count, length), (step, 1), values.storage_offset())
 
 
 def scalars_by_buffer(
@@ -507,6 +559,8 @@ def scalars_by_buffer(
     """
     layout, found = source.layout(), []
     starts = {fragment.name: fragment.start for fragment in wanted}
+    if max(of.tensor_parallel.size for of in (source.manifest, live)) > 1:
+        starts = {}  # Elements are counted in other shards.
     for buffer in live.buffers:
         members = groups[buffer.group].names
         known = set(members)

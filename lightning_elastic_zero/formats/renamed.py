@@ -126,7 +126,8 @@ def _with_names(manifest: Manifest, named: Callable[[str], str]) -> Manifest:
             replace(p, name=named(p.name), aliases=all_of(p.aliases)) for p in manifest.parameters
         ),
         groups=tuple(replace(g, names=all_of(g.names)) for g in manifest.groups),
-        buffers=tuple(replace(b, names=all_of(b.names)) for b in manifest.buffers),
+        buffers=tuple(b.with_names(named) for b in manifest.buffers),
+        tensor_parallel=manifest.tensor_parallel.with_names(named),
         module_buffers=all_of(manifest.module_buffers),
         excluded=all_of(manifest.excluded),
     )

@@ -36,7 +36,7 @@ from lightning_elastic_zero.core.progress import (
 from lightning_elastic_zero.core.save_files import LATEST
 from lightning_elastic_zero.data_progress.batches import plan_batches
 from lightning_elastic_zero.engine.live import LiveEngine
-from lightning_elastic_zero.engine.support import optimizer_wrapper
+from lightning_elastic_zero.engine.support import check_no_shards, optimizer_wrapper
 from lightning_elastic_zero.errors import (
     DAMAGE_ERRORS,
     CheckpointMismatchError,
@@ -170,8 +170,12 @@ class EngineCheckpoints:
         self._manager = options.manager()
 
     def bind(self) -> None:
-        """Replace the engine's methods by ``save`` and ``load``, with DeepSpeed's signatures."""
+        """Replace the engine's methods by ``save`` and ``load``, with DeepSpeed's signatures.
+
+        Raises UnsupportedError for tensor parallelism.
+        """
         engine = self._engine
+        check_no_shards(engine)
         self._loop.prepare(engine)
         for name, method in (("save_checkpoint", self.save), ("load_checkpoint", self.load)):
             original = types.MethodType(getattr(type(engine), name), engine)

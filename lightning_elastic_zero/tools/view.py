@@ -15,7 +15,14 @@ from typing import Literal, TypeAlias, TypeVar
 import torch
 
 from lightning_elastic_zero.core.fingerprint import STEP
-from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, TransferPlan, spans
+from lightning_elastic_zero.core.layout import (
+    Fragment,
+    Layout,
+    Resharding,
+    Transfer,
+    TransferPlan,
+    spans,
+)
 from lightning_elastic_zero.core.manifest import Manifest, Parameter
 from lightning_elastic_zero.core.names import KeyMapping
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
@@ -178,6 +185,10 @@ class OpenCheckpoint:
         return self.reader.layout()
 
     @cached_property
+    def _resharding(self) -> Resharding:
+        return self.manifest.resharding()
+
+    @cached_property
     def _frozen_layout(self) -> Layout:
         return self.reader.frozen_layout()
 
@@ -207,7 +218,7 @@ class OpenCheckpoint:
     def _transfers(self, entry: TensorEntry, start: int, stop: int) -> list[Transfer]:
         wanted = Fragment(entry.name, start, stop, rank=0, buffer=0, offset=0)
         layout = self._layout if entry.role == "trained" else self._frozen_layout
-        by_rank = TransferPlan([wanted], layout).by_rank()
+        by_rank = TransferPlan([wanted], layout, self._resharding).by_rank()
         return [transfer for _, transfers in by_rank for transfer in transfers]
 
     def chunks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
@@ -235,6 +246,8 @@ class OpenCheckpoint:
     ) -> Iterator[StateRun]:
         """Yield every element of weights and states once, in the order of the files.
 
+        Those of tensor ranks are put together, tensor by tensor.
+
         As in a load, masters are compared with low-precision weights while they are read. Reads one
         of ``parts`` shares; buffers belong to the first. ``masters_only`` skips states, frozen
         weights and buffers.
@@ -243,6 +256,9 @@ class OpenCheckpoint:
             for entry in self._buffer_entries():
                 if entry.numel:
                     yield StateRun(entry, 0, self.buffers[entry.name].reshape(-1))
+        if self.manifest.tensor_parallel.size > 1:
+            yield from self._whole_runs(part, parts, masters_only=masters_only)
+            return
         batch: list[StateRun] = []
         transfers: list[Transfer] = []
         batch_bytes = 0
@@ -261,6 +277,14 @@ class OpenCheckpoint:
         targets = [{run.entry.key: run.values} for run in batch]
         self.reader.read(transfers, targets, self._progress)
         return batch
+
+    def _whole_runs(self, part: int, parts: int, *, masters_only: bool) -> Iterator[StateRun]:
+        """Yield the elements of every ``parts``-th tensor."""
+        tensors = [e for e in self.weights() if e.role in ("trained", "frozen")]
+        tensors = [e for e in tensors if e.role == "trained" or not masters_only]
+        for entry in [*tensors, *(() if masters_only else self.states())][part::parts]:
+            for start, stop in spans(0, entry.numel, CHUNK_ELEMENTS):
+                yield StateRun(entry, start, self.elements(entry, start, stop))
 
     def _share(
         self, part: int, parts: int, *, masters_only: bool

@@ -150,7 +150,7 @@ def _other_value(old: Any, draw: random.Random) -> Any:
 def newer_version(checkpoint: Path, _: Path, draw: random.Random) -> Damage:
     """Claim a later version of the format, with or without a matching digest."""
     content = json.loads((checkpoint / MANIFEST).read_text())
-    content["format_version"] = draw.randrange(2, 99)
+    content["format_version"] = draw.randrange(3, 99)
     text = dump_with_digest(content) if draw.random() < 0.5 else json.dumps(content)
     (checkpoint / MANIFEST).write_text(text)
     return Damage(f"version {content['format_version']}", MANIFEST)

@@ -15,6 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_elastic_zero.core.cuts import Cut
+from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import (
     DIGEST_FIELD,
     FORMAT_VERSION,
@@ -22,7 +24,9 @@ from lightning_elastic_zero.core.manifest import (
     Group,
     Manifest,
     Parameter,
+    Shard,
     StateKey,
+    TensorParallel,
     TrainingProgress,
     Writer,
     dump_with_digest,
@@ -228,6 +232,50 @@ class TestProperties:
         assert [f.rank for f in cut.covering("f", 0, 4)] == [0, 1]
 
 
+HELD = FlatBuffer(0, ("w",), (2,), (), 1)
+SHARDED = replace(
+    SMALL,
+    buffers=(replace(HELD, numels=(4,), partition_numel=2),),
+    tensor_parallel=TensorParallel(2, (Cut("w", 1, (1, 0, 1, 1)),), (Shard((HELD,)),)),
+)
+"""Tensor ranks with two of three columns and with one, in two fused parts."""
+
+
+class TestTensorParallelism:
+    def test_it_round_trips_as_version_2(self) -> None:
+        assert json.loads(SMALL.to_json())["format_version"] == 1
+        assert "tensor_parallel" not in json.loads(SMALL.to_json())
+        assert json.loads(SHARDED.to_json())["format_version"] == 2
+        assert manifest_from_json(SHARDED.to_json(), WHERE) == SHARDED
+
+    def test_a_shard_is_a_manifest_of_its_own(self) -> None:
+        shards = SHARDED.shards()
+        assert [shard.parameters[0].shape for shard in shards] == [(2, 2), (2, 1)]
+        assert [shard.layout().on_rank(1) for shard in shards] == [
+            [Fragment("w", 2, 4, 1, 0, 0)],
+            [Fragment("w", 1, 2, 1, 0, 0)],
+        ]
+        assert [f.rank for f in SHARDED.layout().covering("w", 0, 2, 1)] == [1, 3]
+        assert SMALL.shards() == (SMALL,)
+
+    @pytest.mark.parametrize(
+        ("parallel", "reason"),
+        [
+            (replace(SHARDED.tensor_parallel, shards=()), "0 shards besides the first for 2"),
+            (replace(SHARDED.tensor_parallel, cuts=(Cut("v", 0, (1, 1)),)), "v is cut, but is no"),
+            (replace(SHARDED.tensor_parallel, cuts=(Cut("w", 1, (1, 1)),)), "is not cut into 2"),
+            (replace(SHARDED.tensor_parallel, cuts=()), "the parameter table differ in w"),
+            (
+                replace(SHARDED.tensor_parallel, cuts=SHARDED.tensor_parallel.cuts * 2),
+                "two cuts have the same name",
+            ),
+        ],
+    )
+    def test_contradictions_are_refused(self, parallel: TensorParallel, reason: str) -> None:
+        wrong = replace(SHARDED, tensor_parallel=parallel)
+        assert reason in refusal(wrong.to_json())
+
+
 class TestDigest:
     @pytest.mark.parametrize(
         "edit",
@@ -260,7 +308,7 @@ class TestDigest:
                 manifest_from_json(flipped.decode("latin-1"), WHERE)
 
 
-NEWER = "this library reads up to 1: install a newer lightning_elastic_zero"
+NEWER = "this library reads up to 2: install a newer lightning_elastic_zero"
 
 
 class TestRefusals:
@@ -282,7 +330,7 @@ class TestRefusals:
         ("fields", "reason"),
         [
             ({"format": "another"}, "is not a manifest of lightning_elastic_zero"),
-            ({"format_version": 2}, f"has format version 2; {NEWER}"),
+            ({"format_version": 3}, f"has format version 3; {NEWER}"),
         ],
         ids=["format", "version"],
     )
@@ -399,7 +447,10 @@ class TestFileEntry:
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 
-TABLES = [Manifest, Parameter, StateKey, Group, FlatBuffer, FileEntry, TrainingProgress, Writer]
+TABLES = [
+    *(Manifest, Parameter, StateKey, Group, FlatBuffer, FileEntry, TrainingProgress, Writer),
+    *(TensorParallel, Cut, Shard),
+]
 
 
 def examples() -> list[str]:
@@ -433,7 +484,7 @@ def test_the_example_of_the_page_is_read() -> None:
 
 
 def test_numbers_and_names_of_the_page_are_those_of_the_code() -> None:
-    assert f"- `format_version`: {FORMAT_VERSION}\n" in PAGE
+    assert f"- `format_version`: 1, or {FORMAT_VERSION} with tensor parallelism\n" in PAGE
     assert json.loads(examples()[1])["chunk_bytes"] == CHUNK_BYTES
     for name in (
         *(constants.OURS, constants.OPTIMIZER, constants.STATES, constants.FROZEN),

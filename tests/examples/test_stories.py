@@ -151,11 +151,21 @@ def check_nodes(folder: Path, output: str) -> None:
     assert sorted(path.name for path in (folder / "local").glob("step-*")) == ["step-8"]
 
 
+def check_shards(folder: Path, output: str) -> None:
+    """The second run went on at step 4, and DeepSpeed's weights of the first were converted."""
+    steps = [int(step) for step in re.findall(r"^step (\d): loss", output, re.MULTILINE)]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert "4 devices (2 tensor ranks)" in output
+    weights = torch.load(folder / "weights.pt", weights_only=True)
+    assert weights["model.layers.1.mlp.down_proj.weight"].shape == (32, 64)
+
+
 STORIES: dict[str, Callable[[Path, str], None]] = {
     "getting-started.md": check_started,
     "my-node-is-gone.md": check_node,
     "no-shared-disk.md": check_nodes,
     "i-have-an-old-checkpoint.md": check_old,
+    "tensor-parallelism.md": check_shards,
     "i-want-the-weights-out.md": check_weights,
 }
 

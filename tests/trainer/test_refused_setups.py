@@ -133,8 +133,9 @@ BY_TRAINER = {
         zero(zero_quantized_nontrainable_weights=True),
     ),
     "AutoTP": Refused(
-        "tensor_parallel.autotp_size = 2: tensor or model parallelism over 2 ranks, in which "
-        "each has a slice of a weight; remove it: ZeRO-3 partitions the weights too",
+        "tensor_parallel.autotp_size = 2: tensor parallelism, which only save_checkpoint and "
+        "load_checkpoint of this library support; call them with a plain engine, or remove the "
+        "option: ZeRO-3 partitions the weights too",
         1,
         {"tensor_parallel": {"autotp_size": 2}},
     ),
@@ -364,12 +365,6 @@ def errors_of_trainers(root: str, cases: Mapping[str, Refused]) -> dict[str, str
     return {name: error_of_trainer(root, case) for name, case in cases.items()}
 
 
-TENSOR = (
-    "tensor or model parallelism over 2 ranks, in which each has a slice of a weight; remove it: "
-    "ZeRO-3 partitions the weights too"
-)
-
-
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
@@ -398,7 +393,8 @@ def pipeline() -> Any:
 def auto_tp() -> Any:
     rules = [{"patterns": [r".*\.weight$"], "partition_type": "column"}]
     section = {"autotp_size": 2, "partition_config": {"layer_specs": rules}}
-    return engine(layers(), tensor_parallel=section)
+    own = {"type": "Adafactor", "params": {"lr": 0.01}}
+    return engine(layers(), tensor_parallel=section, optimizer=own)
 
 
 class TwoModelRanks:
@@ -517,8 +513,16 @@ BY_SAVE = {
         "a PipelineModule: pipeline parallelism, in which each rank has only some of the layers; "
         "use a plain torch.nn.Module: ZeRO-3 partitions its weights",
     ),
-    "AutoTP": refused(auto_tp, TENSOR),
-    "an mpu of Megatron's": refused(tensor_parallel_by_mpu, TENSOR),
+    "AutoTP with an optimizer of whole parameters": refused(
+        auto_tp,
+        "the optimizer Adafactor with tensor parallelism: its update depends on whole parameters, "
+        "of which each tensor rank has a part; use Adam or AdamW",
+    ),
+    "an mpu of Megatron's": refused(
+        tensor_parallel_by_mpu,
+        "tensor or model parallelism by your own mpu: use DeepSpeed's AutoTP "
+        "(tensor_parallel.autotp_size)",
+    ),
     "sequences by a mesh": refused(
         sequences_by_a_mesh,
         "ZeRO over 1 of 2 ranks, as with sequence parallelism by a device mesh (mesh_param): its "

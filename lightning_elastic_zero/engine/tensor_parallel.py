@@ -1,0 +1,172 @@
+"""Tensor parallelism by DeepSpeed's AutoTP: the cuts of parameters, and what is refused.
+
+A rank is ``data rank * tensor ranks + tensor rank``. DeepSpeed 0.19.8 describes on each parameter
+of a layer that it has cut which elements each tensor rank has; all other parameters are copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+
+from lightning_elastic_zero.core.cuts import Cut
+from lightning_elastic_zero.core.requirements import DEEPSPEED
+from lightning_elastic_zero.engine.addresses import parameter_names
+from lightning_elastic_zero.engine.deepspeed import cut_by_autotp
+
+FIRST_RELEASE = "0.19.8"
+"""The first release that describes cuts."""
+
+WHOLE_PARAMETERS = {"adafactor", "fusedlamb", "lamb", "lars", "muon", "muonwithauxadam"}
+"""Optimizers whose updates depend on norms or factors of whole parameters, in lower case."""
+
+
+def tensor_ranks(engine: Any) -> int:
+    """Return the number of tensor ranks; 1 without tensor parallelism."""
+    return int(engine.mp_world_size)
+
+
+def samples_overcount(engine: Any) -> int:
+    """Return how many times DeepSpeed counts each sample: tensor ranks are data ranks to it."""
+    ranks = tensor_ranks(engine)
+    if ranks == 1:
+        return 1
+    accumulated = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+    true = accumulated * int(engine.seq_dp_world_size)
+    return max(int(engine.train_batch_size()) // true, 1)
+
+
+def unfit_run(engine: Any, release: str) -> Iterator[str]:
+    """Yield the reasons to refuse an engine with several tensor ranks."""
+    size, data_ranks = tensor_ranks(engine), int(engine.seq_dp_world_size)
+    if not DEEPSPEED.is_at_least(release, FIRST_RELEASE):
+        yield (
+            f"tensor parallelism under DeepSpeed {release}, which does not describe how it cuts "
+            f"weights: install {FIRST_RELEASE}"
+        )
+        return
+    if engine.autotp_size() != size:
+        yield (
+            "tensor or model parallelism by your own mpu: use DeepSpeed's AutoTP "
+            "(tensor_parallel.autotp_size)"
+        )
+        return
+    tensor_rank = distributed.get_rank(engine.mpu.get_tensor_model_parallel_group())
+    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    if size * data_ranks != ranks or rank % size != tensor_rank:
+        yield (
+            f"{size} tensor ranks and {data_ranks} data ranks of {ranks} ranks: tensor ranks must "
+            "be neighbours, and other kinds of parallelism be off"
+        )
+    names = parameter_names(engine.module)
+    partitioned = [p for p in names if hasattr(p, "ds_process_group")]
+    if any(distributed.get_world_size(p.ds_process_group) != data_ranks for p in partitioned):
+        yield (
+            "tensor parallelism with zero.Init: ZeRO-3 partitions weights that are not cut over "
+            "the tensor ranks too. Create the model without zero.Init (transformers: without an "
+            "HfDeepSpeedConfig)"
+        )
+    kinds = {
+        type(o).__name__ for o in (engine.optimizer, getattr(engine.optimizer, "optimizer", 0))
+    }
+    if found := sorted(kind for kind in kinds if kind.lower() in WHOLE_PARAMETERS):
+        yield (
+            f"the optimizer {found[0]} with tensor parallelism: its update depends on whole "
+            "parameters, of which each tensor rank has a part; use Adam or AdamW"
+        )
+    yield from _unfit_cuts(names, size)
+
+
+def cuts_of(
+    names: Mapping[torch.nn.Parameter, Sequence[str]], size: int
+) -> dict[torch.nn.Parameter, tuple[Cut, tuple[int, ...]]]:
+    """Return the cuts of parameters with their whole shapes; copies are left out.
+
+    Raises ValueError for a layout that is not a cut (``unfit_run``).
+    """
+    found = {}
+    for parameter, of_parameter in names.items():
+        if (about := cut_by_autotp(parameter)) is None:
+            continue
+        cut = _cut(of_parameter[0], about, size)
+        if cut is not None:
+            found[parameter] = cut
+    return found
+
+
+def _unfit_cuts(names: Mapping[torch.nn.Parameter, Sequence[str]], size: int) -> Iterator[str]:
+    """Yield the reasons to refuse the layouts of parameters."""
+    described = 0
+    for parameter, of_parameter in names.items():
+        if (about := cut_by_autotp(parameter)) is None:
+            continue
+        described += 1
+        try:
+            cut = _cut(of_parameter[0], about, size)
+        except ValueError as error:
+            yield f"{of_parameter[0]}: {error}"
+            continue
+        if cut is not None and not all(sum(cut[0].of_rank(r, size)) for r in range(size)):
+            yield (
+                f"{of_parameter[0]}: {size} tensor ranks, of which some have none of its elements; "
+                "use fewer, at most the number of key-value heads"
+            )
+    if not described:
+        yield (
+            "tensor parallelism without a layer that DeepSpeed has cut: use "
+            "tensor_parallel.autotp_size with a model that AutoTP knows"
+        )
+
+
+def _cut(name: str, about: Mapping[str, Any], size: int) -> tuple[Cut, tuple[int, ...]] | None:
+    """Return a parameter's cut and its whole shape; None if each tensor rank has all of it.
+
+    Raises ValueError if its layout is another one.
+    """
+    if reason := about.get("unsupported_reason"):
+        raise ValueError(reason)
+    if (layout := about.get("affine_map")) is None:
+        msg = "DeepSpeed does not describe its layout"
+        raise ValueError(msg)
+    ranks = [layout["ranks"][rank] for rank in range(size)]
+    whole = tuple(layout["logical_shape"])
+    if any(piece.get("scale", 1.0) != 1.0 for rank in ranks for piece in rank["pieces"]):
+        msg = "each tensor rank has it divided by a factor, which depends on their number"
+        raise ValueError(msg)
+    shapes = [tuple(rank["shard_shape"]) for rank in ranks]
+    if all(shape == whole for shape in shapes):
+        return None
+    (dimension,) = {
+        d for shape in shapes for d, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b
+    } or {0}
+    widths = [[piece["shape"][dimension] for piece in rank["pieces"]] for rank in ranks]
+    cut = Cut(name, dimension, tuple(width for part in zip(*widths, strict=True) for width in part))
+    if any(rank["pieces"] != _pieces(cut, index, size, whole) for index, rank in enumerate(ranks)):
+        msg = "tensor ranks have neither slices of one dimension nor copies"
+        raise ValueError(msg)
+    return cut, whole
+
+
+def _pieces(cut: Cut, rank: int, size: int, whole: Sequence[int]) -> list[dict[str, object]]:
+    """Return DeepSpeed's description of a tensor rank's part of each fused parameter."""
+    at, found, start = cut.dimension, [], 0
+    inner, shard = math.prod(whole[at + 1 :]), cut.shape_on(rank, size, whole)
+    for first in range(rank, len(cut.widths), size):
+        found.append(
+            {
+                "shape": [*whole[:at], cut.widths[first], *whole[at + 1 :]],
+                "source": [sum(cut.widths[:first]) * inner, _strides(whole)],
+                "dest": [start * inner, _strides(shard)],
+                "locations": [rank],
+            }
+        )
+        start += cut.widths[first]
+    return found
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
