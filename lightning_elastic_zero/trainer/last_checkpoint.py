@@ -6,8 +6,8 @@ newest answer by the times of files.
 - In an object store, it would make a local path of the URL, find nothing there, and start from the
   beginning.
 - On nodes, an empty node would find nothing, and files of a checkpoint may be lost with their
-  nodes. So the ranks connect, and the answer is the newest complete checkpoint of all callbacks,
-  wherever they save. If none is complete, the error names the missing nodes.
+  nodes. So the ranks connect, and the answer is the newest complete one of all checkpoints on
+  nodes and of the last ones elsewhere. If none is complete, the error names the missing nodes.
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ def _newest_complete(
     """Return the newest complete checkpoint of all callbacks; collective."""
 
     def last_in(folder: AnyPath, _: Progress) -> set[AnyPath]:
+        if is_on_nodes(folder):  # The last one may be incomplete, and an older one complete.
+            saved = {each.follow_links() for each in folder_at(folder).entries() if each.exists()}
+            return {each.path for each in saved if not each.recorded().weights_only}
         here = [c for c in callbacks if parse_path(str(c.dirpath)) == folder]
         paths = {path for callback in here for path in _last_of(callback, trainer)}
         return {folder_at(path).follow_links().path for path in paths}

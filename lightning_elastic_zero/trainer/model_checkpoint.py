@@ -38,6 +38,7 @@ from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
 from lightning_elastic_zero.trainer.accumulation import pending_micro_batches
 from lightning_elastic_zero.trainer.lightning import (
     BATCH_END,
@@ -194,6 +195,8 @@ class ModelCheckpointHooks:
             if saved.get("deferred"):
                 callback._defer_save_until_validation = True
             is_same_folder = saved.get("dirpath") == str(callback.dirpath)
+            if is_same_folder and is_on_nodes(parse_path(str(callback.dirpath))):
+                _on_rank_zero(trainer, partial(self._delete_leftovers, trainer, callback))
             if saved.get("step") == step:
                 callback._last_global_step_saved = step
                 if is_same_folder:
@@ -205,6 +208,29 @@ class ModelCheckpointHooks:
                 # Not again inside the next accumulation window.
                 callback._last_global_step_saved = step
         self._loaded = None
+
+    def _delete_leftovers(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
+        """Delete what a callback has saved on nodes and does not know; on rank 0.
+
+        Their memory is small. A killed run leaves a checkpoint that it was about to delete. Those
+        that are newer than the loaded one stay, unless they have lost files.
+        """
+        if callback.save_top_k <= 0:
+            return
+        known = {
+            parse_path(path)
+            for each in trainer.checkpoint_callbacks
+            if isinstance(each, ModelCheckpoint)
+            for path in (*each.best_k_models, each.best_model_path, each.last_model_path)
+            if path
+        }
+        pattern = _names(callback, "*[0-9]*")[0]
+        for entry in folder_at(str(callback.dirpath)).entries():
+            is_own = fnmatch.fnmatchcase(entry.path.name, pattern) and entry.path not in known
+            if is_own and entry.is_checkpoint() and not entry.is_link():
+                is_older = entry.published_ns() < self._loaded_ns
+                if is_older or not entry.can_replace(entry):
+                    self._manager.remove(str(entry))
 
     def _find_last(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
         """Record the last checkpoint of a callback whose first save was loaded."""
@@ -359,13 +385,16 @@ def _is_lightnings_own(callback: ModelCheckpoint, name: str) -> bool:
     return lightnings is not None and of_its_class is lightnings and name not in vars(callback)
 
 
-def _names(callback: ModelCheckpoint) -> list[str]:
-    """Return patterns of the names that a callback may use in its folder."""
+def _names(callback: ModelCheckpoint, metric: str = "*") -> list[str]:
+    """Return patterns of the names that a callback may use in its folder.
+
+    ``metric``: the pattern of a value. That of the last checkpoint is the last one.
+    """
     given = [callback.filename or "{epoch}-{step}"] if callback.save_top_k else []
     if callback.save_last:
         given.append(callback.CHECKPOINT_NAME_LAST)
     return [
-        "".join(_pattern(part, callback) for part in re.split(r"(\{[^}]*\})", name))
+        "".join(_pattern(part, callback, metric) for part in re.split(r"(\{[^}]*\})", name))
         + callback.FILE_EXTENSION
         for name in given
     ]
@@ -376,12 +405,12 @@ def _is_name(callback: ModelCheckpoint, name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _names(callback))
 
 
-def _pattern(part: str, callback: ModelCheckpoint) -> str:
+def _pattern(part: str, callback: ModelCheckpoint, metric: str) -> str:
     """Return the pattern for a part of a template: a metric in braces, or text."""
     if not part.startswith("{"):
         return glob.escape(part)
     named = f"{part[1:-1].split(':', maxsplit=1)[0]}{callback.CHECKPOINT_EQUALS_CHAR}"
-    return glob.escape(named if callback.auto_insert_metric_name else "") + "*"
+    return glob.escape(named if callback.auto_insert_metric_name else "") + metric
 
 
 def saves_of(trainer: pl.Trainer, path: str, hook: str) -> dict[str, dict[str, Any]]:

@@ -2,17 +2,19 @@
 
 A ``ModelCheckpoint`` lists its folder, and Lightning asks for the time of the last checkpoint.
 After a join, the names are on each node, so these are the answers of this one. All else goes
-through the strategy: nothing can be read or written here, and ``makedirs`` does nothing.
+through the strategy: no file can be opened here, and ``makedirs`` does nothing.
 """
 
 from __future__ import annotations
 
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from fsspec import AbstractFileSystem
 from typing_extensions import override
+
+from lightning_elastic_zero.errors import UnsupportedError
 
 
 class NodeFileSystem(AbstractFileSystem):
@@ -36,3 +38,8 @@ class NodeFileSystem(AbstractFileSystem):
     @override
     def modified(self, path: str) -> datetime:
         return datetime.fromtimestamp(self.info(path)["mtime"], timezone.utc)
+
+    @override
+    def _open(self, path: str, *_: Any, **__: Any) -> NoReturn:
+        msg = f"{path}: nodes have checkpoints only. Choose a path on a disk for other files"
+        raise UnsupportedError(msg)

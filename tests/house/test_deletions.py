@@ -103,6 +103,9 @@ PLACES: dict[tuple[str, str, str], str] = {
         "tests/trainer/test_unowned_files.py::test_top_k_keeps_a_checkpoint_with_a_users_file"
     ),
     # -- leftovers of kills
+    ("trainer/model_checkpoint.py", "_delete_leftovers", "self._manager.remove"): (
+        "tests/trainer/test_nodes.py::test_a_lost_node_costs_no_step"
+    ),
     ("storage/disk_checkpoints.py", "_remove_by_id", "owner_file.unlink"): (
         LEFT + "test_a_users_file_under_a_hidden_name_is_kept"
     ),

@@ -244,6 +244,7 @@ def fit(plan: FitSpec) -> dict[str, Any]:
         "module": {k: v.tolist() if torch.is_tensor(v) else v for k, v in net.mine.items()},
         "data": data.loaded,
         "best": str(best),
+        "loaded": strategy.last_load.path if strategy.last_load else "",
         "read": strategy.last_load.bytes if strategy.last_load else 0,
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
     }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,13 +13,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 
-from tests.support.fits import Data, FitSpec, RegressionNet, WeightRecorder, fit
-from tests.support.nodes import Nodes, needs_mounts
-from tests.support.outcome import captured_log, error_text
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.storage import node_files
+from lightning_elastic_zero.storage.node_files import NodeFiles
+from lightning_elastic_zero.storage.node_http import Peer
+from tests.support.fits import Data, FitSpec, RegressionNet, WeightRecorder, evaluate, fit
+from tests.support.launch import Job, run_ranks
+from tests.support.nodes import Nodes, enter, needs_mounts
+from tests.support.outcome import captured_log, captured_warnings, error_text
 from tests.support.ranks import ForkServer
 
+LIBRARY = "lightning_elastic_zero"
 EACH_STEP = {
     "every_n_train_steps": 1,
     "filename": "{step}",
@@ -54,35 +65,62 @@ def names(nodes: Nodes, node: int) -> list[str]:
     return sorted(path.name for path in nodes.path(node).iterdir() if path.name[0] != ".")
 
 
+def fit_without_deletions(plan: FitSpec) -> dict[str, Any]:
+    """Fit as a run that is killed before each deletion; for new ranks."""
+    CheckpointManager.remove = lambda *_: None  # type: ignore[method-assign]
+    return fit(plan)
+
+
 @pytest.mark.essential
 @pytest.mark.engine
 @pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_lost_node_costs_no_step(nodes: Nodes, *, async_save: bool) -> None:
-    """Also rank 0's: the run ends as one that was not interrupted, and old saves free all nodes."""
+    """Also rank 0's: the run ends as one that was not interrupted.
+
+    Old saves free all nodes, and the user's own files stay.
+    """
     options = {"async_save": async_save}
-    plan = FitSpec(nodes.url, checkpoint=EACH_STEP, strategy=options)
-    whole = replace(plan, root=str(nodes.root / "whole"), epochs=2)
+    plan = FitSpec(nodes.url, checkpoint=EACH_STEP, strategy=options, epochs=2)
+    whole = replace(plan, root=str(nodes.root / "whole"), epochs=3)
     with nodes.world(0, 1) as run:
         expected = run(partial(fit, whole))[0]
-        first = run(partial(fit, plan))[0]
-    assert names(nodes, 0) == names(nodes, 1) == ["last.ckpt", "step=1.ckpt", "step=2.ckpt"]
+        first = run(partial(fit_without_deletions, plan))[0]
+    saved = ["last.ckpt", *(f"step={step}.ckpt" for step in (1, 2, 3, 4))]
+    assert names(nodes, 0) == names(nodes, 1) == saved
     nodes.lose(0)
-    resumed = replace(plan, epochs=2, ckpt_path="last", seed=1)
+    resumed = replace(plan, epochs=3, ckpt_path="last", seed=1)
+    users = nodes.path(1, "step=0.ckpt")
+    users.mkdir()
+    users.joinpath("notes.txt").touch()
     with nodes.world(2, 1) as run:
         second = run(partial(fit, resumed))[0]
     assert second["start"] == first["end"]
     assert second["end"] == expected["end"]
-    assert names(nodes, 1) == names(nodes, 2) == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
+    assert names(nodes, 2) == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
+    assert names(nodes, 1) == ["last.ckpt", "step=0.ckpt", "step=5.ckpt", "step=6.ckpt"]
+    assert users.joinpath("notes.txt").exists()
     nodes.lose(2)
     with nodes.world(1) as run:
-        third = run(partial(fit, replace(resumed, epochs=3)))[0]
+        third = run(partial(fit, replace(resumed, epochs=4)))[0]
     assert third["start"] == second["end"]
+
+
+def test_lightning_only_looks_at_a_dirpath(tmp_path: Path) -> None:
+    url = f"node://{tmp_path}/run"
+    assert ModelCheckpoint(url, save_last="link").dirpath == url
+    file_system = get_filesystem(url)
+    file_system.makedirs(url)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run" / ".zero-lock").mkdir(parents=True)
+    assert file_system.ls(url) == []
+    with pytest.raises(UnsupportedError, match="nodes have checkpoints only"):
+        file_system.open(f"{url}/best_k_models.yaml", "w")
 
 
 def fit_with_log(plan: FitSpec) -> tuple[str, dict[str, Any], str]:
     """Return the error, the result and the warnings of a fit."""
     result: dict[str, Any] = {}
-    with captured_log("lightning_elastic_zero", logging.WARNING) as log:
+    with captured_log(LIBRARY, logging.WARNING) as log:
         error = error_text(lambda: result.update(fit(plan)))
     return error, result, "\n".join(log)
 
@@ -109,4 +147,198 @@ def test_missing_nodes_are_named(nodes: Nodes) -> None:
         assert result["step"] == 6
         assert "step=4.ckpt is incomplete: " in log
         assert f"Resume from {shared}/step=3.ckpt." in log
-        assert run(partial(fit_with_log, replace(alone, epochs=4)))[0][1]["step"] == 8
+        assert names(nodes, 0) == names(nodes, 1) == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
+
+
+@dataclass(frozen=True)
+class CountedFit:
+    """A fit on nodes that counts the changes rank 0 makes, and is killed before one of them."""
+
+    plan: FitSpec
+    folders: tuple[str, ...]
+    mounted: str
+    kill_at: int = -1
+
+    def __call__(self, job: Job) -> None:
+        enter(self.folders[job.rank], self.mounted)
+        job.set_environment()
+        count = 0
+
+        def counted(change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == self.kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*args, **kwargs)
+
+        for owner, name in CHANGES if job.rank == 0 else ():
+            change = getattr(owner, name)
+            setattr(owner, name, lambda *args, _of=change, **kwargs: counted(_of, *args, **kwargs))
+        job.note("end", fit(self.plan)["end"])
+        job.note("changes", count)
+
+
+CHANGES = [(Peer, "put_part"), (Peer, "put_name"), (Peer, "delete"), (NodeFiles, "write_name")]
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_kill_repeats_at_most_one_step(nodes: Nodes, fork_server: ForkServer) -> None:
+    """Rank 0 and its node are lost in a save, a link or a deletion; the others fail at once."""
+    plan = FitSpec(nodes.url, checkpoint=EACH_STEP, epochs=3)
+    run = CountedFit(plan, tuple(str(nodes.disk(n)) for n in (0, 1)), str(nodes.mounted))
+    nodes.mounted.mkdir()
+    for node in (0, 1, 2):
+        nodes.disk(node).mkdir()
+    whole = run_ranks(run, 2, fork_server)
+    expected, changes = whole[0].notes["end"], whole[0].notes["changes"]
+    for part in (0.35, 0.5, 0.65, 0.8, 0.95):
+        nodes.lose(0, 1, 2)
+        killed = run_ranks(replace(run, kill_at=int(changes * part)), 2, fork_server)
+        assert killed[0].returncode == -signal.SIGKILL
+        assert killed[1].returncode > 0
+        published = nodes.path(1).glob("step=*/manifest.json")
+        steps = [int(path.parent.name[5:-5]) for path in published]
+        nodes.lose(0)
+        resumed = replace(plan, ckpt_path="last", seed=1)
+        with nodes.world(1, 2) as of_nodes:
+            (error, result, log), *_ = of_nodes(partial(fit_with_log, resumed))
+        assert not error
+        assert f"/step={max(steps)}.ckpt" in str(result["loaded"])
+        assert "incomplete" not in log
+        assert result["end"] == expected
+        assert names(nodes, 1) == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
+
+
+def fill_node(plan: FitSpec) -> str:
+    """Fit while rank 1's node has no room after step 2."""
+
+    def fill(trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            full = (0, "the memory of this test")
+            node_files.free_bytes = lambda folder: full
+
+    trainer, net, data, _ = plan.make()
+    trainer.callbacks.insert(0, LambdaCallback(on_train_batch_start=fill))  # type: ignore[attr-defined]
+    return error_text(lambda: trainer.fit(net, data))
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_full_neighbour_stops_all_ranks(nodes: Nodes) -> None:
+    """The last checkpoint stays."""
+    plan = FitSpec(nodes.url, checkpoint=EACH_STEP, epochs=2)
+    with nodes.world(0, 1, 2) as run:
+        for error in run(partial(fill_node, plan)):
+            assert error.startswith("SaveError: ")
+            assert "the memory of this test has 0 left" in error
+    with nodes.world(0, 1, 2) as run:
+        error, result, _ = run(partial(fit_with_log, replace(plan, ckpt_path="last")))[0]
+    assert not error
+    assert f"{nodes.url}/step=2.ckpt" in result["loaded"]
+
+
+def damage(nodes: Nodes, node: int, step: int) -> None:
+    for file in nodes.path(node, f"step={step}.ckpt").rglob("*.pt"):
+        data = bytearray(file.read_bytes())
+        data[::64] = bytes(each ^ 1 for each in data[::64])
+        file.write_bytes(data)
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_damage(nodes: Nodes) -> None:
+    """Another node's copy is read; without one, the older checkpoint with ``fallback=True``."""
+    plan = FitSpec(nodes.url, checkpoint=EACH_STEP)
+    with nodes.world(0, 1) as run:
+        run(partial(fit, plan))
+    damage(nodes, 0, 2)
+    resumed = replace(plan, ckpt_path="last", epochs=1)
+    with nodes.world(0, 1) as run:
+        error, result, log = run(partial(fit_with_log, resumed))[0]
+        assert not error
+        assert f"{nodes.url}/step=2.ckpt" in result["loaded"]
+        damage(nodes, 1, 2)
+    with nodes.world(0, 1) as run:
+        error, result, log = run(partial(fit_with_log, resumed))[0]
+        assert (
+            f"The newest older intact checkpoint in the same folder is {nodes.url}/step=1" in error
+        )
+        fallback = replace(resumed, strategy={"fallback": True})
+        error, result, log = run(partial(fit_with_log, fallback))[0]
+        assert not error
+        assert f"{nodes.url}/step=1.ckpt" in result["loaded"]
+        assert "later steps are trained again" in log
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_an_evaluation_of_a_checkpoint_on_other_nodes(nodes: Nodes) -> None:
+    """No callback has joined its folder before."""
+    plan = FitSpec(nodes.url, checkpoint=EACH_STEP)
+    with nodes.world(0, 1) as run:
+        first = run(partial(evaluate_after_fit, plan))[0]
+    nodes.lose(0)
+    url = f"{nodes.url}/step=2.ckpt"
+    with nodes.world(2, 3, 1) as run:
+        of_url = replace(plan, ckpt_path=url, root=str(nodes.root / "other"))
+        assert run(partial(evaluate, of_url, "validate"))[0]["loss"] == pytest.approx(first)
+        assert run(partial(evaluate, replace(plan, ckpt_path="last"), "test"))[0]["loss"]
+
+
+def evaluate_after_fit(plan: FitSpec) -> float:
+    fit(plan)
+    loss = evaluate(replace(plan, ckpt_path=f"{plan.root}/step=2.ckpt"), "validate")["loss"]
+    return float(loss)
+
+
+def restarted(plan: FitSpec) -> tuple[list[str], list[str]]:
+    """Return the warnings and log of a fit whose launcher has restarted the job."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    trainer, net, data, _ = plan.make()
+    with captured_warnings("no last checkpoint") as warned, captured_log(LIBRARY) as log:
+        trainer.fit(net, data, ckpt_path="last")
+    return warned, log
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_restart_without_any_checkpoint_is_not_silent(nodes: Nodes) -> None:
+    with nodes.world(0, 1) as run:
+        warned, log = run(partial(restarted, FitSpec(nodes.url, checkpoint=EACH_STEP)))[0]
+    assert len(warned) == 1
+    lost = f"{nodes.url}: none of the nodes here (disk-0, disk-1) has a checkpoint. The job was"
+    assert [lost in line for line in log].count(True) == 1
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_an_exception_saves_on_nodes(nodes: Nodes) -> None:
+    plan = FitSpec(nodes.url, checkpoint={**EACH_STEP, "every_n_train_steps": 3}, epochs=2)
+    with nodes.world(0, 1) as run:
+        errors = run(partial(fail_after_a_step, plan))
+    assert all("out of luck" in error for error in errors)
+    nodes.lose(0)
+    with nodes.world(2, 1) as run:
+        error, result, _ = run(partial(fit_with_log, replace(plan, ckpt_path="last")))[0]
+    assert not error
+    assert f"{nodes.url}/on_exception.ckpt" in result["loaded"]
+
+
+def fail_after_a_step(plan: FitSpec) -> str:
+    """Fail on all ranks, and save with a callback that deletes its checkpoint at other ends."""
+
+    def fail(trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == 1:
+            msg = "out of luck"
+            raise RuntimeError(msg)
+
+    trainer, net, data, _ = plan.make()
+    on_exception = KeptOnException(plan.root)
+    trainer.callbacks += [LambdaCallback(on_train_batch_start=fail), on_exception]  # type: ignore[attr-defined]
+    return error_text(lambda: trainer.fit(net, data))
+
+
+class KeptOnException(OnExceptionCheckpoint):
+    def teardown(self, *_: Any, **__: Any) -> None:
+        """Delete nothing, as in a process that ends."""
