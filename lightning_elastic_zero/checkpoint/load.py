@@ -40,7 +40,7 @@ from lightning_elastic_zero.checkpoint.types import (
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.compatibility import LISTED
 from lightning_elastic_zero.core.group_matching import match_groups, origins_of
-from lightning_elastic_zero.core.layout import Fragment, TransferPlan
+from lightning_elastic_zero.core.layout import Fragment, Resharding, TransferPlan
 from lightning_elastic_zero.core.manifest import Manifest, TrainingProgress
 from lightning_elastic_zero.core.names import mapping_to
 from lightning_elastic_zero.core.progress import Progress
@@ -316,7 +316,7 @@ def _read(
     others = [f for f in targets.fragments if f.name not in owned]
     frozen = TransferPlan(others, source.frozen_layout(), resharding)
     source.check(masters.ranks, frozen.ranks)
-    values = _values(source, checked, options, targets.fragments)
+    values = _values(source, checked, options, trained, resharding)
     states = [tensor for of_flat in targets.states for tensor in of_flat.values()]
     size_bytes = sum(tensor.nbytes for tensor in (*targets.weights, *states))
     progress = io_progress("reading", ranks, options.show, size_bytes)
@@ -344,14 +344,18 @@ def _read(
 
 
 def _values(
-    source: CheckpointReader, checked: Checked, options: LoadOptions, wanted: Iterable[Fragment]
+    source: CheckpointReader,
+    checked: Checked,
+    options: LoadOptions,
+    wanted: Iterable[Fragment],
+    resharding: Resharding,
 ) -> RestoreValues:
     """Return the values to commit with the buffers; weights alone begin a new run."""
     scope, saved, here, shared = checked.scope, checked.saved, checked.here, checked.shared
     resumes = bool(here.groups) and not saved.weights_only and options.counters
     same_groups = scope.strict_optimizer and len(here.groups) == len(source.manifest.groups)
     return RestoreValues(
-        scalars=scalars_by_buffer(source, here, saved.groups, wanted)
+        scalars=scalars_by_buffer(source, here, saved.groups, wanted, resharding)
         if scope.optimizer_state
         else tuple({} for _ in here.buffers),
         groups=tuple(group.hyperparameters for group in saved.groups),

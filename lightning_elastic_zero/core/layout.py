@@ -134,7 +134,8 @@ class Resharding:
         Of a parameter that every tensor rank has, live ranks take turns with the saved copies.
         """
         held, live = (of.cuts.get(wanted.name) for of in (self.held, self.wanted))
-        if held == live:
+        # Widths of fused parameters may be those of a plain one on more tensor ranks.
+        if held == live and (held is None or self.held.size == self.wanted.size):
             yield Source(wanted, self.rank % self.held.size)
             return
         shape = self.shapes[wanted.name]

@@ -19,7 +19,14 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import xxhash
 
-from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, spans
+from lightning_elastic_zero.core.layout import (
+    SAME_SHARDS,
+    Fragment,
+    Layout,
+    Resharding,
+    Transfer,
+    spans,
+)
 from lightning_elastic_zero.core.manifest import EXTRA_STATE, Group, Manifest, Plain
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import (
@@ -549,6 +556,7 @@ def scalars_by_buffer(
     live: Manifest,
     groups: Sequence[Group],
     wanted: Iterable[Fragment] = (),
+    resharding: Resharding = SAME_SHARDS,
 ) -> tuple[Mapping[str, Scalar], ...]:
     """Return the scalar states of each live flat buffer.
 
@@ -558,16 +566,15 @@ def scalars_by_buffer(
     ``groups`` are the saved ones in live groups.
     """
     layout, found = source.layout(), []
-    starts = {fragment.name: fragment.start for fragment in wanted}
-    if max(of.tensor_parallel.size for of in (source.manifest, live)) > 1:
-        starts = {}  # Elements are counted in other shards.
+    sources = {fragment.name: next(resharding.sources(fragment)) for fragment in wanted}
+    starts = {name: (first.at.start, first.shard) for name, first in sources.items()}
     for buffer in live.buffers:
         members = groups[buffer.group].names
         known = set(members)
         shared = [name for name in buffer.names if name in known] or members
         may_differ = {key.name for key in groups[buffer.group].state if key.may_differ}
         in_order = sorted(shared, key=lambda name: name not in starts)
-        firsts = [(name, starts.get(name, 0)) for name in in_order]
+        firsts = [(name, *starts.get(name, (0, 0))) for name in in_order]
         found.append(_scalars_of(source, layout, firsts, may_differ))
     return tuple(found)
 
@@ -575,16 +582,16 @@ def scalars_by_buffer(
 def _scalars_of(
     source: CheckpointReader,
     layout: Layout,
-    elements: Iterable[tuple[str, int]],
+    elements: Iterable[tuple[str, int, int]],
     may_differ: Collection[str],
 ) -> Mapping[str, Scalar]:
-    """Return the scalars of a live flat buffer.
+    """Return the scalars of a live flat buffer; ``elements`` are of shards of saved tensor ranks.
 
     Raises CheckpointMismatchError if the saved buffers of its parameters had different ones.
     """
     held: dict[int, Fragment] = {}
-    for name, element in elements:
-        at = next(iter(layout.covering(name, element, element + 1)))
+    for name, element, shard in elements:
+        at = next(iter(layout.covering(name, element, element + 1, shard)))
         held.setdefault(at.buffer, at)
     scalars = [source.scalars(at) for at in held.values()]
     counts = [{k: v for k, v in each.items() if k not in may_differ} for each in scalars]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_elastic_zero.core.cuts import Cut, Rows
 from lightning_elastic_zero.core.layout import (
+    Fragment,
     Layout,
     Resharding,
     ShardedLayout,
@@ -192,6 +193,12 @@ class TestPlans:
             resharding = Resharding(Sharding(2), Sharding(3), rank)
             plan = TransferPlan(held.on_rank(0), held, resharding)
             assert plan.ranks == [source]
+
+    def test_fused_parameters_are_not_a_plain_one_on_more_ranks(self) -> None:
+        cuts = {"w": Cut("w", 0, (2, 2, 2, 2))}  # On two ranks, two parameters.
+        resharding = Resharding(Sharding(2, cuts), Sharding(4, cuts), 3, {"w": (8,)})
+        (source,) = resharding.sources(Fragment("w", 0, 2, 0, 0, 0))
+        assert (source.shard, source.at.start, source.at.stop) == (1, 2, 4)
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,28 @@ def test_copies_that_drifted_apart_are_named_and_kept(pools: Pools, tmp_path: Pa
     assert [weight for _, weight in found] == [2.0, 3.0]
 
 
+def measured_on(grid: Grid, path: str) -> list[float]:
+    """Save with a measurement of each rank's part as optimizer state; return those restored."""
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+
+    with engine_on(grid, 0) as engine:
+        train_on(engine, grid, 0, 1)
+        states = engine.optimizer.optimizer.state
+        for state in states.values():
+            state["norm"] = float(distributed.get_rank())
+        save_checkpoint(engine, path)
+        for state in states.values():
+            state["norm"] = -1.0
+        load_checkpoint(engine, path)
+        return [state["norm"] for state in states.values()]
+
+
+@pytest.mark.essential
+def test_each_rank_gets_back_its_own_measurements(pools: Pools, tmp_path: Path) -> None:
+    call = partial(measured_on, TWO_BY_TWO, str(tmp_path / "a"))
+    assert pools.run(4, call) == [[0.0], [1.0], [2.0], [3.0]]
+
+
 def refusal_on(grid: Grid, path: str) -> str:
     from lightning_elastic_zero.api import save_checkpoint
 
