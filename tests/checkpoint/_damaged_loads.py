@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from tests.support.engines import Setup, engine_of, train
+from tests.support.engines import EngineCase, engine_of, train
 from tests.support.fits import FitSpec, error_of, fit
 from tests.support.oracle import differences, dump
 from tests.support.outcome import NOTHING, error_text
@@ -19,7 +19,7 @@ class Outcome:
     """Whether the engine has its earlier state after an error, and the saved state otherwise."""
 
 
-def load_each(setup: Setup, good: str, damaged: tuple[str, ...]) -> list[Outcome]:
+def load_each(setup: EngineCase, good: str, damaged: tuple[str, ...]) -> list[Outcome]:
     """Load each checkpoint into one engine, which trains a step before each load."""
     from lightning_elastic_zero.api import load_checkpoint
 

@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoint._kill_sequence import MODES, KillSequence, MakeChain
 from tests.support.checkpoints import Saved, train_and_save
 from tests.support.deterministic_training import Table, undisturbed
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.ranks import Pools
 
 
@@ -24,7 +24,9 @@ def saved(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     def get(stage: str, steps: int = 3) -> Path:
         if (stage, steps) not in made:
             path = folder / f"{stage}-{steps}.ckpt"
-            pools.run(2, partial(train_and_save, Saved(Setup(2, stage), str(path)), steps=steps))
+            pools.run(
+                2, partial(train_and_save, Saved(EngineCase(2, stage), str(path)), steps=steps)
+            )
             made[stage, steps] = path
         return made[stage, steps]
 

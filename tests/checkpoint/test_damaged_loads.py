@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint._corruptions import KINDS, Damage
 from tests.checkpoint._damaged_loads import fit_from_each, load_each, save_two
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.outcome import NOTHING
 from tests.support.ranks import Pools
 from tests.support.tables import LOADS
@@ -60,7 +60,7 @@ def test_a_refused_load_changes_no_bit_of_an_engine(
 ) -> None:
     damaged = damaged_copies(saved(stage, 3), saved(stage, 4), tmp_path, count)
     paths = tuple(str(path) for _, _, path in damaged)
-    ranks = pools.run(2, partial(load_each, Setup(2, stage), str(saved(stage, 3)), paths))
+    ranks = pools.run(2, partial(load_each, EngineCase(2, stage), str(saved(stage, 3)), paths))
     wrong = [
         count_up(
             f"engine, ZeRO-{stage}",

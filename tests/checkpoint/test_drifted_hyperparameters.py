@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from tests.support.engines import Setup, engine_of, train
+from tests.support.engines import EngineCase, engine_of, train
 from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 
@@ -22,7 +22,7 @@ class Drifted:
     warnings: list[str]
 
 
-def save_drifted(setup: Setup, path: str, rates: list[float], *, steps: int = 0) -> Drifted:
+def save_drifted(setup: EngineCase, path: str, rates: list[float], *, steps: int = 0) -> Drifted:
     """Save a run in which each rank has its own rate and a matching scheduler."""
     from lightning_elastic_zero.api import save_checkpoint
 
@@ -40,7 +40,7 @@ def save_drifted(setup: Setup, path: str, rates: list[float], *, steps: int = 0)
         return Drifted([group["lr"] for group in groups], warned)
 
 
-def resume_drifted(setup: Setup, path: str) -> tuple[list[float], dict[str, Any]]:
+def resume_drifted(setup: EngineCase, path: str) -> tuple[list[float], dict[str, Any]]:
     """Load; return the rates of this rank and the client state."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -52,9 +52,9 @@ def resume_drifted(setup: Setup, path: str) -> tuple[list[float], dict[str, Any]
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("source", [Setup(3, "2"), Setup(3, "3", sub_group=700)], ids=str)
+@pytest.mark.parametrize("source", [EngineCase(3, "2"), EngineCase(3, "3", sub_group=700)], ids=str)
 def test_drifted_rates_cause_a_warning_and_rank_0s_are_saved(
-    source: Setup, pools: Pools, tmp_path: Path
+    source: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
     """Schedulers follow the rates."""
     path, rates = str(tmp_path / "drifted.ckpt"), [0.5, 0.25, 0.25]
@@ -67,7 +67,7 @@ def test_drifted_rates_cause_a_warning_and_rank_0s_are_saved(
     assert not saved[1].warnings
     wanted = [0.5, saved[0].rates[1]]
     for world in (2, 3):
-        found = pools.run(world, partial(resume_drifted, Setup(world, "1"), path))
+        found = pools.run(world, partial(resume_drifted, EngineCase(world, "1"), path))
         assert [rates for rates, _ in found] == [wanted] * world
         states = [state["lr_schedulers"] for _, state in found]
         assert states == [[{"_last_lr": [0.5], "num_bad_epochs": 0}]] * world
@@ -77,7 +77,7 @@ def test_drifted_rates_cause_a_warning_and_rank_0s_are_saved(
 def test_weights_that_drifted_apart_in_stage_0_are_found(
     precision: str, pools: Pools, tmp_path: Path
 ) -> None:
-    setup, path = Setup(3, "0", precision), str(tmp_path / "drifted.ckpt")
+    setup, path = EngineCase(3, "0", precision), str(tmp_path / "drifted.ckpt")
     saved = pools.run(3, partial(save_drifted, setup, path, [0.5, 0.5, 0.25], steps=1))
     rates, weights = saved[0].warnings[:2]
     assert "0.25 on rank 2" in rates
@@ -90,7 +90,7 @@ def test_weights_that_drifted_apart_in_stage_0_are_found(
 def test_schedulers_that_differ_while_rates_are_equal_are_rank_0s(
     pools: Pools, tmp_path: Path
 ) -> None:
-    setup, path = Setup(2, "1"), str(tmp_path / "agreed.ckpt")
+    setup, path = EngineCase(2, "1"), str(tmp_path / "agreed.ckpt")
     saved = pools.run(2, partial(save_drifted, setup, path, [0.5, 0.5]))
     (warning,) = saved[0].warnings
     assert "The trainer's state differs between ranks: lr_schedulers on rank 1" in warning

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from tests.support.engines import Engine, Setup, engine_of, train
+from tests.support.engines import Engine, EngineCase, engine_of, train
 from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 
@@ -50,7 +50,7 @@ class Adding(nn.Linear):
         destination.update({f"{prefix}{name}": value for name, value in self.added.items()})
 
 
-def _model(setup: Setup, values: dict[str, Any]) -> Any:
+def _model(setup: EngineCase, values: dict[str, Any]) -> Any:
     """Return a model with modules that keep values, two of them nested deeper."""
     model = setup.model(0)
     model.kept = nn.ModuleDict({name: Keeping(value) for name, value in values.items()})
@@ -65,7 +65,7 @@ def _values(rank: int) -> dict[str, Any]:
     }
 
 
-def save_extra_states(setup: Setup, folder: str) -> None:
+def save_extra_states(setup: EngineCase, folder: str) -> None:
     """Save a run with this library, with DeepSpeed, and with torch if weights are not sharded."""
     from lightning_elastic_zero.api import save_checkpoint
 
@@ -78,7 +78,7 @@ def save_extra_states(setup: Setup, folder: str) -> None:
             torch.save({"state_dict": engine.module.state_dict()}, f"{folder}/single.pt")
 
 
-def save_added_entries(setup: Setup, path: str) -> list[str]:
+def save_added_entries(setup: EngineCase, path: str) -> list[str]:
     """Save a model twice with layers of which one adds an entry; return the warnings."""
     from lightning_elastic_zero.api import ElasticOptions
     from lightning_elastic_zero.checkpoint.save import save_engine
@@ -104,7 +104,7 @@ def save_added_entries(setup: Setup, path: str) -> list[str]:
 
 
 def load_extra_states(
-    setup: Setup, paths: Sequence[str], values: dict[str, Any], **options: Any
+    setup: EngineCase, paths: Sequence[str], values: dict[str, Any], **options: Any
 ) -> list[tuple[Any, list[str]]]:
     """Load each into a model with other values; return its values or the error, and warnings."""
     found = []
@@ -132,16 +132,16 @@ def _loaded(engine: Engine, path: str, options: dict[str, Any]) -> object:
 pytestmark = pytest.mark.engine
 
 RUNS = [
-    (Setup(2, "2"), Setup(3, "3", sub_group=700)),
-    (Setup(3, "3"), Setup(1, "1")),
-    (Setup(2, "1", "bf16"), Setup(2, "0")),
+    (EngineCase(2, "2"), EngineCase(3, "3", sub_group=700)),
+    (EngineCase(3, "3"), EngineCase(1, "1")),
+    (EngineCase(2, "1", "bf16"), EngineCase(2, "0")),
 ]
 EMPTY: dict[str, Any] = {"scales": None, "bytes": None, "rank": None}
 
 
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
 def test_extra_states_are_restored_per_rank_or_from_rank_0(
-    source: Setup, target: Setup, pools: Pools, tmp_path: Path
+    source: EngineCase, target: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
     """Per rank on as many ranks; files of other software contain the states of rank 0."""
     pools.run(source.world, partial(save_extra_states, source, str(tmp_path)))
@@ -164,7 +164,7 @@ def test_extra_states_are_restored_per_rank_or_from_rank_0(
 def test_extra_states_of_only_model_or_checkpoint_cause_a_warning(
     pools: Pools, tmp_path: Path
 ) -> None:
-    source, target = Setup(2, "2"), Setup(2, "3")
+    source, target = EngineCase(2, "2"), EngineCase(2, "3")
     pools.run(source.world, partial(save_extra_states, source, str(tmp_path)))
     values = {"scales": None, "bytes": None, "other": "as it is"}
     path = [str(tmp_path / "ours.ckpt")]
@@ -179,7 +179,7 @@ def test_extra_states_of_only_model_or_checkpoint_cause_a_warning(
 
 @pytest.mark.long
 def test_the_error_of_set_extra_state_is_raised_on_all_ranks(pools: Pools, tmp_path: Path) -> None:
-    source, target = Setup(2, "2"), Setup(2, "1")
+    source, target = EngineCase(2, "2"), EngineCase(2, "1")
     pools.run(source.world, partial(save_extra_states, source, str(tmp_path)))
     path = [str(tmp_path / "ours.ckpt")]
     bad = partial(load_extra_states, target, path, {**EMPTY, "scales": 1})
@@ -193,9 +193,9 @@ def test_the_error_of_set_extra_state_is_raised_on_all_ranks(pools: Pools, tmp_p
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("setup", [Setup(2, "2"), Setup(2, "3")], ids=str)
+@pytest.mark.parametrize("setup", [EngineCase(2, "2"), EngineCase(2, "3")], ids=str)
 def test_entries_that_only_state_dict_has_are_warned_of(
-    setup: Setup, pools: Pools, tmp_path: Path
+    setup: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
     """Once in a run."""
     warned, others = pools.run(2, partial(save_added_entries, setup, str(tmp_path / "a.ckpt")))

@@ -20,7 +20,7 @@ from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest, manife
 from tests.checkpoint._damaged_loads import save_two
 from tests.engine import _damaged_checkpoints
 from tests.support.checkpoints import Saved, train_and_save
-from tests.support.engines import Setup, engine_of
+from tests.support.engines import EngineCase, engine_of
 from tests.support.fits import FitSpec, error_of, fit
 from tests.support.oracle import differences, dump
 from tests.support.outcome import captured_log
@@ -37,7 +37,9 @@ class FallbackResult:
     """Rank 0: whether the engine has exactly the state of the older checkpoint."""
 
 
-def load_from(setup: Setup, path: str, older: Saved, options: dict[str, Any]) -> FallbackResult:
+def load_from(
+    setup: EngineCase, path: str, older: Saved, options: dict[str, Any]
+) -> FallbackResult:
     """Load into a run with another seed."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -63,7 +65,7 @@ def fit_and_test(root: str, path: str) -> tuple[int, str]:
 
 pytestmark = pytest.mark.engine
 
-SETUP = Setup(2, "2")
+SETUP = EngineCase(2, "2")
 
 
 @pytest.fixture(scope="module")

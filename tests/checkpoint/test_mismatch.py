@@ -21,16 +21,16 @@ from tests.support.checkpoints import (
     assert_refused,
     refusal,
 )
-from tests.support.engines import Setup, engine_of
+from tests.support.engines import EngineCase, engine_of
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 
 RUNS = [
-    (Setup(2, "2"), Setup(3, "3", "bf16", sub_group=700)),
-    (Setup(3, "3", sub_group=700), Setup(2, "1")),
-    (Setup(2, "B", "bf16"), Setup(2, "B", "bf16")),
-    (Setup(3, "0"), Setup(2, "0")),
+    (EngineCase(2, "2"), EngineCase(3, "3", "bf16", sub_group=700)),
+    (EngineCase(3, "3", sub_group=700), EngineCase(2, "1")),
+    (EngineCase(2, "B", "bf16"), EngineCase(2, "B", "bf16")),
+    (EngineCase(3, "0"), EngineCase(2, "0")),
 ]
 
 
@@ -47,8 +47,8 @@ RUNS = [
 )
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
 def test_all_differences_of_another_model_are_listed(
-    source: Setup,
-    target: Setup,
+    source: EngineCase,
+    target: EngineCase,
     change: dict[str, Any],
     names: tuple[str, ...],
     pools: Pools,
@@ -62,9 +62,11 @@ def test_all_differences_of_another_model_are_listed(
         assert_refused(pools.run, here, Loading(saved.path, alone), *names)
 
 
-@pytest.mark.parametrize("target", [Setup(2, "1"), Setup(3, "3", "bf16"), Setup(2, "0")], ids=str)
+@pytest.mark.parametrize(
+    "target", [EngineCase(2, "1"), EngineCase(3, "3", "bf16"), EngineCase(2, "0")], ids=str
+)
 def test_amsgrad_on_states_without_it_is_refused(
-    target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved, here = saved_by(RUNS[0][0]), replace(target, optimizer="AMSGrad")
     loading = Loading(saved.path, {"load_hyperparameters": False})
@@ -73,10 +75,10 @@ def test_amsgrad_on_states_without_it_is_refused(
 
 
 RESIZED = ("a", "b", "bn", "frozen", "average")
-"""Layers and buffers whose size is ``Setup.hidden``."""
+"""Layers and buffers whose size is ``EngineCase.hidden``."""
 
 
-def kept_in_a_resized_model(setup: Setup, path: str) -> dict[str, bool]:
+def kept_in_a_resized_model(setup: EngineCase, path: str) -> dict[str, bool]:
     """Load as the error advises; return which parameters are unchanged."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -117,8 +119,8 @@ def test_resized_layers_that_are_renamed_away_are_not_loaded(
 )
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
 def test_a_damaged_file_of_another_rank_is_refused_by_name(
-    source: Setup,
-    target: Setup,
+    source: EngineCase,
+    target: EngineCase,
     damage: Callable[[Path], str],
     error: str,
     pools: Pools,
@@ -132,7 +134,7 @@ def test_a_damaged_file_of_another_rank_is_refused_by_name(
 
 @pytest.mark.parametrize("target", [pair[1] for pair in RUNS], ids=str)
 def test_a_missing_checkpoint_is_refused_by_path(
-    target: Setup, pools: Pools, tmp_path: Path
+    target: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
     loading = Loading(str(tmp_path / "nowhere.ckpt"))
     assert_refused(pools.run, target, loading, "nowhere.ckpt", error="CheckpointNotFoundError")
@@ -141,16 +143,16 @@ def test_a_missing_checkpoint_is_refused_by_path(
 @pytest.mark.long
 @pytest.mark.parametrize("target", [pair[1] for pair in RUNS], ids=str)
 def test_excluded_frozen_weights_of_another_model_are_refused(
-    target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    saved = saved_by(Setup(2, "2"), exclude_frozen_parameters=True)
+    saved = saved_by(EngineCase(2, "2"), exclude_frozen_parameters=True)
     assert_refused(pools.run, replace(target, hidden=64), Loading(saved.path), "a.weight")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", [Setup(2, "2"), Setup(2, "3")], ids=str)
+@pytest.mark.parametrize("target", [EngineCase(2, "2"), EngineCase(2, "3")], ids=str)
 def test_another_scheduler_is_refused_before_any_change(
-    target: Setup, pools: Pools, tmp_path: Path
+    target: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
     """Without hyperparameters, the engine's own scheduler and rates are kept."""
     path = str(tmp_path / "steps.ckpt")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import Saved, StateComparison, load, train_and_save
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.nodes import Nodes, needs_mounts
 from tests.support.ranks import ForkServer
 
@@ -33,7 +33,9 @@ class SavedOnNodes(Saved):
 
 def place(nodes: Nodes, world: int, step: int, zero: str = "3", **options: object) -> SavedOnNodes:
     dumped = str(nodes.root / f"dump-{step}")
-    return SavedOnNodes(Setup(world, zero, "bf16"), f"{nodes.url}/step-{step}", options, dumped)
+    return SavedOnNodes(
+        EngineCase(world, zero, "bf16"), f"{nodes.url}/step-{step}", options, dumped
+    )
 
 
 def newest(*folders: str) -> str | None:
@@ -43,7 +45,7 @@ def newest(*folders: str) -> str | None:
 
 
 def load_newest(
-    folder: str, setup: Setup, saved: SavedOnNodes, copy_to: SavedOnNodes | None = None
+    folder: str, setup: EngineCase, saved: SavedOnNodes, copy_to: SavedOnNodes | None = None
 ) -> StateComparison | None:
     assert newest(folder) == saved.path
     return load(setup, saved, copy_to=copy_to)

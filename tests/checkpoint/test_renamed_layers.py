@@ -15,23 +15,23 @@ from tests.support.checkpoints import (
     compare_states,
     found_after_load,
 )
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.oracle import Dump, differences, expected_in
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 
 RUNS = [
-    (Setup(2, "2"), Setup(3, "3", sub_group=700)),
-    (Setup(3, "3", "bf16", sub_group=700), Setup(2, "1", "bf16")),
-    (Setup(2, "B", "bf16"), Setup(2, "B", "bf16")),
+    (EngineCase(2, "2"), EngineCase(3, "3", sub_group=700)),
+    (EngineCase(3, "3", "bf16", sub_group=700), EngineCase(2, "1", "bf16")),
+    (EngineCase(2, "B", "bf16"), EngineCase(2, "B", "bf16")),
 ]
 NEW = ("c.weight", "c.bias")
 """Layers of the model that is called ``renamed``; the other model has ``b`` instead."""
 
 
 def found_after(
-    pools: Pools, target: Setup, saved: Saved, steps_before: int = 0, **options: object
+    pools: Pools, target: EngineCase, saved: Saved, steps_before: int = 0, **options: object
 ) -> tuple[Dump, Dump]:
     """Return rank 0's state before and after a load."""
     program = partial(found_after_load, target, saved, options, steps_before=steps_before)
@@ -42,7 +42,7 @@ def found_after(
 
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
 def test_renamed_layers_are_restored_bit_for_bit(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved, here = saved_by(source), replace(target, renamed=True)
     _, found = found_after(pools, here, saved, rename={"b": "c"})
@@ -57,7 +57,7 @@ def test_renamed_layers_are_restored_bit_for_bit(
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
 def test_new_layers_start_from_their_own_values(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """Including bf16, where masters are more precise than weights."""
     saved, here = saved_by(source), replace(target, renamed=True)
@@ -77,7 +77,7 @@ def test_new_layers_start_from_their_own_values(
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), RUNS[:1], ids=str)
 def test_errors_propose_a_rename_and_refuse_wrong_ones(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved, here = saved_by(source), replace(target, renamed=True)
     for options, names in (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import Setup, engine_of, train, trained
+from tests.support.engines import EngineCase, engine_of, train, trained
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
@@ -16,7 +16,7 @@ VALUES = 3
 """Values of each element: the master and AdamW's two moments, 4 bytes each."""
 
 
-def train_and_save(setup: Setup, path: str) -> None:
+def train_and_save(setup: EngineCase, path: str) -> None:
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -26,7 +26,7 @@ def train_and_save(setup: Setup, path: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replicated_state_is_written_once(precision: str, pools: Pools, tmp_path: Path) -> None:
-    setup = Setup(4, "0", precision, hidden=600, thawed=True)
+    setup = EngineCase(4, "0", precision, hidden=600, thawed=True)
     path = tmp_path / "run.ckpt"
     pools.run(4, partial(train_and_save, setup, str(path)))
     state = 4 * VALUES * sum(p.numel() for p in trained(setup.model(0)).values())

@@ -20,18 +20,18 @@ from tests.support.checkpoints import (
     found_after_load,
     group_origins_of,
 )
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.oracle import Dump, differences, expected_in
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 
 ELSEWHERE = [
-    (Setup(2, "2", "bf16"), Setup(3, "3", "bf16", sub_group=700)),
-    (Setup(3, "3"), Setup(2, "1")),
-    (Setup(2, "B", "bf16"), Setup(4, "B", "bf16")),
-    (Setup(3, "0"), Setup(2, "2")),
-    (Setup(2, "1"), Setup(3, "0")),
+    (EngineCase(2, "2", "bf16"), EngineCase(3, "3", "bf16", sub_group=700)),
+    (EngineCase(3, "3"), EngineCase(2, "1")),
+    (EngineCase(2, "B", "bf16"), EngineCase(4, "B", "bf16")),
+    (EngineCase(3, "0"), EngineCase(2, "2")),
+    (EngineCase(2, "1"), EngineCase(3, "0")),
 ]
 STATES = ("exp_avg", "exp_avg_sq", "scalar")
 
@@ -42,7 +42,7 @@ def of_kinds(found: Dump, *kinds: str) -> Dump:
 
 
 def before_and_after(
-    pools: Pools, setup: Setup, saved: Saved, *, steps_after: int = 0, **options: Any
+    pools: Pools, setup: EngineCase, saved: Saved, *, steps_after: int = 0, **options: Any
 ) -> tuple[Dump, Dump]:
     program = partial(found_after_load, setup, saved, options, steps_after=steps_after)
     found = pools.run(setup.world, program)[0]
@@ -58,7 +58,11 @@ def bytes_of(paths: Iterable[Path]) -> int:
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
 def test_a_run_saved_before_its_first_step_removes_states(
-    source: Setup, target: Setup, steps_before: int, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase,
+    target: EngineCase,
+    steps_before: int,
+    pools: Pools,
+    saved_by: Callable[..., Saved],
 ) -> None:
     saved = saved_by(source, steps=0)
     assert not of_kinds(saved.dump(), *STATES)
@@ -68,14 +72,14 @@ def test_a_run_saved_before_its_first_step_removes_states(
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
 def test_a_load_replaces_all_state_of_a_run_that_has_stepped(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     assert_restored(pools.run, target, saved_by(source), steps_before=2)
 
 
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
 def test_without_optimizer_state_the_optimizer_starts_fresh(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(source)
     _, after = before_and_after(pools, target, saved, load_optimizer_state=False)
@@ -89,7 +93,7 @@ def test_without_optimizer_state_the_optimizer_starts_fresh(
 
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
 def test_load_hyperparameters_false_restores_moments_only(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(source)
     before, after = before_and_after(pools, target, saved, load_hyperparameters=False)
@@ -124,7 +128,7 @@ def test_counters_of_groups_belong_to_the_state(
     zero: str, fresh: bool, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     name = f"{ScheduleFree.__module__}.{ScheduleFree.__name__}"
-    source, target = Setup(2, "2", optimizer=name), Setup(1, zero, optimizer=name)
+    source, target = EngineCase(2, "2", optimizer=name), EngineCase(1, zero, optimizer=name)
     saved = saved_by(source)
     off = "load_optimizer_state" if fresh else "load_hyperparameters"
     before, after = before_and_after(pools, target, saved, **{off: False})
@@ -140,7 +144,7 @@ def test_counters_of_groups_belong_to_the_state(
 
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
 def test_weights_only_saves_no_optimizer_state_and_loads_say_so(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """A new run keeps its own rates and counters."""
     saved, complete = saved_by(source, weights_only=True), saved_by(source)
@@ -165,9 +169,9 @@ def test_weights_only_saves_no_optimizer_state_and_loads_say_so(
 def test_groups_load_by_their_names_or_from_weights_alone(
     saved_as: str, resumed_as: str, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    saved = saved_by(Setup(2, "2", grouping=saved_as))
+    saved = saved_by(EngineCase(2, "2", grouping=saved_as))
     options = {"load_optimizer_state": False, "load_hyperparameters": False}
-    call = partial(group_origins_of, Setup(2, "3", grouping=resumed_as), saved.path, options)
+    call = partial(group_origins_of, EngineCase(2, "3", grouping=resumed_as), saved.path, options)
     wanted = (0, 0) if resumed_as == "two" else (0,)
     assert pools.run(2, call) == [wanted] * 2
 
@@ -183,7 +187,7 @@ def _tensors(state: object) -> list[torch.Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
 def test_excluded_frozen_parameters_keep_the_models_values(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(source, exclude_frozen_parameters=True)
     sizes = [bytes_of(Path(s.path).rglob("*.pt")) for s in (saved_by(source), saved)]
@@ -201,14 +205,14 @@ def test_excluded_frozen_parameters_keep_the_models_values(
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (Setup(2, "1", empty=True), Setup(3, "2", empty=True, alignment=True)),
-        (Setup(3, "2", "bf16", empty=True), Setup(1, "B", "bf16", empty=True)),
-        (Setup(2, "2", empty=True, round_robin=True), Setup(2, "2", empty=True)),
+        (EngineCase(2, "1", empty=True), EngineCase(3, "2", empty=True, alignment=True)),
+        (EngineCase(3, "2", "bf16", empty=True), EngineCase(1, "B", "bf16", empty=True)),
+        (EngineCase(2, "2", empty=True, round_robin=True), EngineCase(2, "2", empty=True)),
     ],
     ids=str,
 )
 def test_an_empty_parameter_is_saved_and_loaded(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """Not in ZeRO-3, whose own forward fails with one."""
     saved = saved_by(source)
@@ -219,10 +223,10 @@ def test_an_empty_parameter_is_saved_and_loaded(
 @pytest.mark.parametrize("source", [pair[0] for pair in ELSEWHERE], ids=str)
 @pytest.mark.parametrize(("zero", "world"), [("3", 4), ("0", 1), ("0", 2)])
 def test_an_evaluating_engine_gets_rounded_masters_and_rank_0s_buffers(
-    zero: str, world: int, source: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    zero: str, world: int, source: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(source)
-    setup = Setup(world, zero, source.precision)
+    setup = EngineCase(world, zero, source.precision)
     wanted = expected_in(saved.dump(), source, setup)
     for found in pools.run(world, partial(evaluated_weights, setup, saved)):
         own = {k.replace("frozen/", "weight/"): v for k, v in wanted.items()}

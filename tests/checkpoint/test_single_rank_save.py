@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import Engine, Setup, engine_of, train
+from tests.support.engines import Engine, EngineCase, engine_of, train
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 
-SETUP = Setup(2, "2")
+SETUP = EngineCase(2, "2")
 ALONE_S, TOGETHER_S = 3, 30
 
 

@@ -19,13 +19,13 @@ from torch import distributed
 
 from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.errors import RanksError
-from tests.support.engines import Engine, Setup, engine_of, train
+from tests.support.engines import Engine, EngineCase, engine_of, train
 from tests.support.ranks import Pools
 from tests.support.slow_disk import SlowDisk
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-SETUP = Setup(2, "1", hidden=2000)
+SETUP = EngineCase(2, "1", hidden=2000)
 """A state of 18 MB, most of it frozen weights, which rank 0 writes."""
 
 STALL_TIMEOUT_S = 6.0

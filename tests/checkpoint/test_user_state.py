@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Saved, assert_refused
-from tests.support.engines import Engine, Setup, engine_of, inner_of, train
+from tests.support.engines import Engine, EngineCase, engine_of, inner_of, train
 from tests.support.oracle import differences, dump
 from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
@@ -59,7 +59,7 @@ class Annealed(torch.optim.SGD):
 ANNEALED = f"{Annealed.__module__}.{Annealed.__name__}"
 
 
-def global_state(setup: Setup, folder: str, steps: int) -> tuple[Any, Any, str]:
+def global_state(setup: EngineCase, folder: str, steps: int) -> tuple[Any, Any, str]:
     """Save after some steps; return the state, and how this and a resumed run continue."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
@@ -116,7 +116,7 @@ def _found(engine: Engine, losses: list[float]) -> dict[str, Any]:
     }
 
 
-def numbers_of_numpy(setup: Setup, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def numbers_of_numpy(setup: EngineCase, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Save a run with NumPy numbers everywhere; return how it and a resumed run continue."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
@@ -156,7 +156,7 @@ def _load_with_another_scaler(engine: Engine, path: str) -> None:
     assert vars(engine.optimizer.loss_scaler) == before
 
 
-def refused_saves(setup: Setup, folder: str) -> dict[str, str]:
+def refused_saves(setup: EngineCase, folder: str) -> dict[str, str]:
     """Save states that no load could read; return the errors, and the other files in the folder."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
@@ -213,7 +213,7 @@ def reassign_average(engine: Engine) -> None:
 
 
 def load_after(
-    setup: Setup,
+    setup: EngineCase,
     folder: str,
     change: Callable[[Engine], None],
     mode: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -305,8 +305,8 @@ def leave_buffer_on_meta(engine: Engine) -> None:
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("setup", [Setup(2, "1", "fp32"), Setup(2, "3", "fp32")], ids=str)
-def test_numpy_numbers_are_restored(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("setup", [EngineCase(2, "1", "fp32"), EngineCase(2, "3", "fp32")], ids=str)
+def test_numpy_numbers_are_restored(setup: EngineCase, pools: Pools, tmp_path: Path) -> None:
     """NumPy numbers in a schedule, an optimizer state and a loss scale."""
     program = partial(numbers_of_numpy, setup, str(tmp_path))
     for continued, resumed in pools.run(setup.world, program):
@@ -317,16 +317,16 @@ def test_numpy_numbers_are_restored(setup: Setup, pools: Pools, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("setup", "steps"),
     [
-        (Setup(2, "3", "bf16", optimizer=ANNEALED), 2),
-        (Setup(2, "0", optimizer=ANNEALED), 2),
-        (Setup(2, "0", optimizer=ANNEALED), 0),
-        (Setup(2, "1", optimizer=ANNEALED), 2),
-        (Setup(2, "B", "bf16", optimizer=ANNEALED), 2),
+        (EngineCase(2, "3", "bf16", optimizer=ANNEALED), 2),
+        (EngineCase(2, "0", optimizer=ANNEALED), 2),
+        (EngineCase(2, "0", optimizer=ANNEALED), 0),
+        (EngineCase(2, "1", optimizer=ANNEALED), 2),
+        (EngineCase(2, "B", "bf16", optimizer=ANNEALED), 2),
     ],
     ids=str,
 )
 def test_optimizer_state_outside_parameters_is_restored_or_removed(
-    setup: Setup, steps: int, pools: Pools, tmp_path: Path
+    setup: EngineCase, steps: int, pools: Pools, tmp_path: Path
 ) -> None:
     program = partial(global_state, setup, str(tmp_path), steps)
     for continued, resumed, stock in pools.run(setup.world, program):
@@ -340,7 +340,7 @@ def saved_states(path: str) -> list[str]:
     """Save an entry that differs between ranks, and states of ranks; return the warnings."""
     from lightning_elastic_zero.api import save_checkpoint
 
-    with engine_of(Setup(2, "2"), 0) as engine:
+    with engine_of(EngineCase(2, "2"), 0) as engine:
         rank = engine.global_rank
         client = {"mine": {"own": [rank, Path("a")], "path": Path("b")}, "path": Path("c")}
         with captured_log("lightning_elastic_zero", logging.WARNING) as messages:
@@ -348,7 +348,7 @@ def saved_states(path: str) -> list[str]:
     return messages
 
 
-def loaded_states(setup: Setup, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def loaded_states(setup: EngineCase, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 1) as engine:
@@ -365,13 +365,13 @@ def test_rank_0s_client_state_serves_all_and_each_rank_gets_its_rank_state(
     assert "The trainer's state differs between ranks: mine.own on rank 1. Rank 0's is" in warning
     assert not others
     client = {"mine": {"own": [0, Path("a")], "path": Path("b")}, "path": Path("c")}
-    same = pools.run(2, partial(loaded_states, Setup(2, "3"), path))
+    same = pools.run(2, partial(loaded_states, EngineCase(2, "3"), path))
     assert same == [(client, {"seen": rank, "at": [Path(f"{rank}")]}) for rank in range(2)]
-    assert pools.run(1, partial(loaded_states, Setup(1, "2"), path)) == [(client, {})]
+    assert pools.run(1, partial(loaded_states, EngineCase(1, "2"), path)) == [(client, {})]
 
 
 def test_state_that_no_load_could_read_is_refused_at_save(pools: Pools, tmp_path: Path) -> None:
-    setup = Setup(2, "2")
+    setup = EngineCase(2, "2")
     for found in pools.run(setup.world, partial(refused_saves, setup, str(tmp_path))):
         assert "the trainer's state has 'mine', which contains itself" in found["within"]
         assert (
@@ -393,15 +393,15 @@ def test_state_that_no_load_could_read_is_refused_at_save(pools: Pools, tmp_path
 @pytest.mark.parametrize(
     ("setup", "change", "mode"),
     [
-        (Setup(2, "0"), leave, torch.inference_mode),
-        (Setup(2, "2", "bf16"), leave, torch.inference_mode),
-        (Setup(2, "3", sub_group=700), leave, torch.inference_mode),
-        (Setup(2, "2"), reassign_average, contextlib.nullcontext),
+        (EngineCase(2, "0"), leave, torch.inference_mode),
+        (EngineCase(2, "2", "bf16"), leave, torch.inference_mode),
+        (EngineCase(2, "3", sub_group=700), leave, torch.inference_mode),
+        (EngineCase(2, "2"), reassign_average, contextlib.nullcontext),
     ],
     ids=["0", "2", "3", "buffers made in it"],
 )
 def test_training_continues_after_a_load_under_inference_mode_or_into_buffers_made_in_it(
-    setup: Setup, change: Any, mode: Any, pools: Pools, tmp_path: Path
+    setup: EngineCase, change: Any, mode: Any, pools: Pools, tmp_path: Path
 ) -> None:
     program = partial(load_after, setup, str(tmp_path), change, mode)
     for differing, continued, resumed in pools.run(setup.world, program):
@@ -410,9 +410,9 @@ def test_training_continues_after_a_load_under_inference_mode_or_into_buffers_ma
 
 
 @pytest.mark.essential
-@pytest.mark.parametrize("setup", [Setup(2, "1"), Setup(2, "3")], ids=str)
+@pytest.mark.parametrize("setup", [EngineCase(2, "1"), EngineCase(2, "3")], ids=str)
 def test_a_commit_that_fails_on_one_rank_raises_on_all(
-    setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    setup: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """The error says that the engine must no longer be used."""
     load = LoadingAfter(saved_by(setup).path, refuse_hyperparameters, unchanged=False)
@@ -438,6 +438,6 @@ def test_all_ranks_refuse_a_target_that_one_cannot_write(
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
-    setup = Setup(2, zero)
+    setup = EngineCase(2, zero)
     load = LoadingAfter(saved_by(setup).path, change)
     assert_refused(pools.run, setup, load, message, look=False)

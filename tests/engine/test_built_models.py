@@ -16,7 +16,7 @@ from torch import distributed, nn
 from torch.nn.utils import parametrizations
 
 from tests.support.checkpoints import compare_states
-from tests.support.engines import GLOBAL_BATCH, Engine, Setup, engine_of
+from tests.support.engines import GLOBAL_BATCH, Engine, EngineCase, engine_of
 from tests.support.oracle import Dump, differences, dump, expected_in
 from tests.support.ranks import Pools
 
@@ -105,9 +105,9 @@ class Images(nn.Module):
         return torch.as_tensor(self.last(found))
 
 
-def in_channels_last(engine: Engine, setup: ModelSetup) -> None:
+def in_channels_last(engine: Engine, setup: EngineCase) -> None:
     """Change the memory order of frozen weights, which ZeRO-3 accepts only before its setup."""
-    if setup.kind == "images" and setup.zero != "3":
+    if kind_of(setup) == "images" and setup.zero != "3":
         engine.module.frozen.to(memory_format=torch.channels_last)
         assert not engine.module.frozen.weight.is_contiguous()
 
@@ -135,27 +135,25 @@ BUILDERS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class ModelSetup(Setup):
-    kind: str = "gpt2"
+class Built:
+    """Creates a model of ``BUILDERS``."""
 
-    def model(self, seed: int) -> nn.Module:  # type: ignore[override]
+    kind: str
+
+    def __call__(self, _: EngineCase, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # between the libraries
             model: nn.Module = BUILDERS[self.kind]()
         return model
 
-    def twin(self) -> ModelSetup:
-        """Return the setup with the same layout of flat buffers."""
-        return replace(self, optimizer="SGD")
 
-    @property
-    def buffers_kept(self) -> tuple[str, ...]:
-        model = self.model(0)
-        return tuple(name for name, _ in model.named_buffers() if name in model.state_dict())
+def kind_of(case: EngineCase) -> str:
+    assert isinstance(case.net, Built)
+    return case.net.kind
 
 
-def train_model(engine: Engine, setup: ModelSetup, first: int, last: int) -> list[float]:
+def train_model(engine: Engine, setup: EngineCase, first: int, last: int) -> list[float]:
     """Train steps ``[first, last)`` on data that depend only on step and rank."""
     rank, losses = distributed.get_rank(), []
     size = GLOBAL_BATCH // setup.world
@@ -172,12 +170,12 @@ def train_model(engine: Engine, setup: ModelSetup, first: int, last: int) -> lis
 
 
 def _loss(
-    engine: Engine, setup: ModelSetup, tokens: torch.Tensor, pictures: torch.Tensor
+    engine: Engine, setup: EngineCase, tokens: torch.Tensor, pictures: torch.Tensor
 ) -> torch.Tensor:
-    if setup.kind == "images":
+    if kind_of(setup) == "images":
         pictures = pictures.contiguous(memory_format=torch.channels_last)
         return nn.functional.cross_entropy(engine(pictures).float(), tokens[:, 0])
-    if setup.kind in ("gpt2", "llama", "mixtral", "lora", "transformers' checkpointing"):
+    if kind_of(setup) in ("gpt2", "llama", "mixtral", "lora", "transformers' checkpointing"):
         loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
         return loss
     scores = engine(tokens).float()
@@ -193,7 +191,7 @@ NEEDS = {
 WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
-def saved_dump(setup: ModelSetup, path: str, options: Mapping[str, Any]) -> Dump | None:
+def saved_dump(setup: EngineCase, path: str, options: Mapping[str, Any]) -> Dump | None:
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -204,7 +202,7 @@ def saved_dump(setup: ModelSetup, path: str, options: Mapping[str, Any]) -> Dump
     return held
 
 
-def loaded_dumps(setup: ModelSetup, path: str) -> tuple[Dump, Dump, list[float]] | None:
+def loaded_dumps(setup: EngineCase, path: str) -> tuple[Dump, Dump, list[float]] | None:
     """Load into a run with another seed, and train; return the state before and after the load."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -224,11 +222,11 @@ def unwrapped(held: Dump) -> Dump:
 
 
 def resumed(
-    pools: Pools, source: ModelSetup, target: ModelSetup, path: Path, **options: Any
+    pools: Pools, source: EngineCase, target: EngineCase, path: Path, **options: Any
 ) -> tuple[Dump, Dump, Dump]:
     """Return the expected state, and the state before and after a load."""
     for setup in (source, target):
-        if module := NEEDS.get(setup.kind):
+        if module := NEEDS.get(kind_of(setup)):
             pytest.importorskip(module)
     held = pools.run(source.world, partial(saved_dump, source, str(path / "a.ckpt"), options))[0]
     found = pools.run(target.world, partial(loaded_dumps, target, str(path / "a.ckpt")))[0]
@@ -236,7 +234,7 @@ def resumed(
     assert found is not None
     before, after, losses = found
     assert all(torch.isfinite(torch.tensor(losses)))
-    wanted = unwrapped(expected_in(held, source, replace(target, kind=source.kind)))
+    wanted = unwrapped(expected_in(held, source, replace(target, net=source.net)))
     return wanted, unwrapped(before), unwrapped(after)
 
 
@@ -273,8 +271,8 @@ def test_built_models_are_restored_on_other_devices_and_stages(
         zero, then = zero.replace("3", "1"), then.replace("3", "1")
     # Their buffers stay fp32 in a bf16 engine, which torch's own kernels do not accept.
     precision = "fp32" if kind == "images" or kind.startswith("spectral") else precision
-    source = ModelSetup(world, zero, precision, kind=kind)
-    target = ModelSetup(on, then, precision, kind=kind)
+    source = EngineCase(world, zero, precision, net=Built(kind))
+    target = EngineCase(on, then, precision, net=Built(kind))
     wanted, before, after = resumed(pools, source, target, tmp_path)
     compare_states(wanted, after).assert_same()
     assert differences(wanted, before)
@@ -287,7 +285,7 @@ def test_wrappers_do_not_change_the_names_of_layers(
     other: str, back: bool, pools: Pools, tmp_path: Path
 ) -> None:
     """Compiled layers run in ZeRO-1/2, since DeepSpeed's hooks of ZeRO-3 fail on them."""
-    plain, wrapped = ModelSetup(3, "3", kind="plain"), ModelSetup(2, "2", kind=other)
+    plain, wrapped = EngineCase(3, "3", net=Built("plain")), EngineCase(2, "2", net=Built(other))
     source, target = (wrapped, plain) if back else (plain, wrapped)
     wanted, _, after = resumed(pools, source, target, tmp_path)
     compare_states(wanted, after).assert_same()
@@ -299,8 +297,8 @@ def test_wrappers_do_not_change_the_names_of_layers(
 def test_adapters_saved_alone_are_restored_on_the_models_own_base(
     zero: str, world: int, then: str, on: int, precision: str, pools: Pools, tmp_path: Path
 ) -> None:
-    source = ModelSetup(world, zero, precision, kind="lora")
-    target = ModelSetup(on, then, precision, kind="lora")
+    source = EngineCase(world, zero, precision, net=Built("lora"))
+    target = EngineCase(on, then, precision, net=Built("lora"))
     wanted, before, after = resumed(pools, source, target, tmp_path, exclude_frozen_parameters=True)
     own = {key: value for key, value in before.items() if key.startswith("frozen/")}
     assert own

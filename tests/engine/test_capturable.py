@@ -21,7 +21,7 @@ from tests.support.checkpoints import (
     assert_restored,
     load,
 )
-from tests.support.engines import CAPTURABLE, Setup, engine_of, inner_of, train
+from tests.support.engines import CAPTURABLE, EngineCase, engine_of, inner_of, train
 from tests.support.oracle import flat_buffers
 from tests.support.ranks import Pools
 
@@ -38,7 +38,7 @@ class LoadedSteps:
     """``OPTIONS`` of each parameter group."""
 
 
-def steps_after_load(setup: Setup, saved: Saved) -> LoadedSteps:
+def steps_after_load(setup: EngineCase, saved: Saved) -> LoadedSteps:
     """Load; return the step counts, and the options of the parameter groups."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -53,7 +53,7 @@ def steps_after_load(setup: Setup, saved: Saved) -> LoadedSteps:
         )
 
 
-def first_step(setup: Setup) -> str:
+def first_step(setup: EngineCase) -> str:
     """Train a step; return its error."""
     with engine_of(setup, 0) as engine:
         try:
@@ -69,7 +69,7 @@ EXPECTED_COUNT = (float(STEPS), torch.float32, 0, True)
 
 pytestmark = pytest.mark.engine
 
-FUSED = Setup(2, "2", optimizer="fused capturable")
+FUSED = EngineCase(2, "2", optimizer="fused capturable")
 OTHERS = ("AdamW", "fused", "foreach")
 ENABLED = {name: tuple(option in name for option in OPTIONS) for name in (*CAPTURABLE, *OTHERS)}
 
@@ -79,7 +79,7 @@ ENABLED = {name: tuple(option in name for option in OPTIONS) for name in (*CAPTU
 def test_a_capturable_optimizer_is_restored_on_other_devices_and_stages(
     other: str, saves: bool, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    others = Setup(3, "3", optimizer=other, sub_group=700)
+    others = EngineCase(3, "3", optimizer=other, sub_group=700)
     source, target = (FUSED, others) if saves else (others, FUSED)
     saved = saved_by(source)
     for steps in (0, 1):
@@ -92,11 +92,11 @@ def test_a_capturable_optimizer_is_restored_on_other_devices_and_stages(
 def test_state_loaded_before_the_first_step_is_saved_again(
     name: str, zero: str, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
-    middle = Setup(2, zero, optimizer=name)
-    saved, copy = saved_by(Setup(3, "2")), Saved(middle, str(tmp_path / "copy.ckpt"))
+    middle = EngineCase(2, zero, optimizer=name)
+    saved, copy = saved_by(EngineCase(3, "2")), Saved(middle, str(tmp_path / "copy.ckpt"))
     verdicts = [
         pools.run(2, partial(load, middle, saved, copy_to=copy))[0],
-        pools.run(1, partial(load, Setup(1, "1"), copy, steps_before=1))[0],
+        pools.run(1, partial(load, EngineCase(1, "1"), copy, steps_before=1))[0],
     ]
     for verdict in verdicts:
         assert verdict is not None
@@ -109,7 +109,7 @@ def test_capturable_and_fused_are_those_configured(
     name: str, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     source = replace(FUSED, optimizer="AdamW" if name in CAPTURABLE else "fused capturable")
-    target = Setup(3, "3", optimizer=name, sub_group=700)
+    target = EngineCase(3, "3", optimizer=name, sub_group=700)
     for found in pools.run(3, partial(steps_after_load, target, saved_by(source))):
         assert set(found.counts) == {EXPECTED_COUNT}
         assert not found.shared
@@ -126,5 +126,5 @@ def test_a_fused_run_continues_bit_for_bit(zero: str, pools: Pools, tmp_path: Pa
 @pytest.mark.long
 @pytest.mark.parametrize("name", CAPTURABLE)
 def test_torch_refuses_capturable_steps_on_a_cpu(name: str, pools: Pools) -> None:
-    refused = pools.run(1, partial(first_step, Setup(1, "2", optimizer=name)))[0]
+    refused = pools.run(1, partial(first_step, EngineCase(1, "2", optimizer=name)))[0]
     assert ("capturable=True" in refused) == ("fused" not in name), refused

@@ -17,7 +17,7 @@ from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.selection import ConvertOptions
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.support.checkpoints import STEPS, Saved, evaluated_weights, save
-from tests.support.engines import Engine, Setup, batch, engine_of, inner_of, train, trained
+from tests.support.engines import Engine, EngineCase, batch, engine_of, inner_of, train, trained
 from tests.support.oracle import Dump, differences, dump, expected_in, unrounded
 from tests.support.outcome import captured_log
 from tests.support.ranks import Pools, skip_without
@@ -84,7 +84,7 @@ def set_train(engine: Engine) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    setup: Setup
+    setup: EngineCase
     change: Callable[[Engine], None]
     stock: str = ""
     """Folder for a save by DeepSpeed; empty: none."""
@@ -94,17 +94,17 @@ class Change:
 
 
 CHANGES = [
-    Change(Setup(2, "2", "bf16"), clamp),
-    Change(Setup(2, "3", sub_group=700, persistence=0), clamp),
-    Change(Setup(2, "1", optimizer=SCHEDULE_FREE), evaluate),
-    Change(Setup(3, "3", optimizer=LOOKAHEAD, sub_group=700), sync),
-    Change(Setup(2, "2", offload=True, optimizer="CPUAdam"), clamp),
-    Change(Setup(2, "2", "bf16", optimizer=LOOKAHEAD), sync),
-    Change(Setup(2, "3", "bf16", offloaded_weights=True, persistence=0), clamp),
-    Change(Setup(2, "3", "bf16", nvme="plain", sub_group=1500, persistence=0), clamp),
-    Change(Setup(2, "B", "bf16"), clamp),
-    Change(Setup(2, "2", "fp16"), clamp),
-    Change(Setup(2, "0", "bf16"), clamp),
+    Change(EngineCase(2, "2", "bf16"), clamp),
+    Change(EngineCase(2, "3", sub_group=700, persistence=0), clamp),
+    Change(EngineCase(2, "1", optimizer=SCHEDULE_FREE), evaluate),
+    Change(EngineCase(3, "3", optimizer=LOOKAHEAD, sub_group=700), sync),
+    Change(EngineCase(2, "2", offload=True, optimizer="CPUAdam"), clamp),
+    Change(EngineCase(2, "2", "bf16", optimizer=LOOKAHEAD), sync),
+    Change(EngineCase(2, "3", "bf16", offloaded_weights=True, persistence=0), clamp),
+    Change(EngineCase(2, "3", "bf16", nvme="plain", sub_group=1500, persistence=0), clamp),
+    Change(EngineCase(2, "B", "bf16"), clamp),
+    Change(EngineCase(2, "2", "fp16"), clamp),
+    Change(EngineCase(2, "0", "bf16"), clamp),
 ]
 
 
@@ -121,7 +121,7 @@ def train_change_and_save(of: Change, saved: Saved) -> Any:
         return losses, dump(engine, of.setup)
 
 
-def resume(setup: Setup, saved: Saved) -> Any:
+def resume(setup: EngineCase, saved: Saved) -> Any:
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -134,7 +134,7 @@ def resume(setup: Setup, saved: Saved) -> Any:
         return found, losses, dump(engine, setup)
 
 
-def expected(saved: Saved, target: Setup) -> Dump:
+def expected(saved: Saved, target: EngineCase) -> Dump:
     held = saved.dump()
     weights = {k: v.to(target.dtype) for k, v in held.items() if k.startswith("weight/")}
     return expected_in(held, saved.setup, target) | weights
@@ -158,7 +158,7 @@ def test_a_resume_restores_masters_and_weights_and_continues_bit_for_bit(
     assert not differences(after, found[0][2])
 
 
-def saved_state_of_ranks(setup: Setup, folder: str) -> list[list[str]]:
+def saved_state_of_ranks(setup: EngineCase, folder: str) -> list[list[str]]:
     """Save before the first step, after steps, a load and an evaluation; return rank_state."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
@@ -179,17 +179,19 @@ def saved_state_of_ranks(setup: Setup, folder: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(2, "3", "bf16", hpz=2, persistence=0),
-        Setup(2, "3", "fp16", sub_group=700),
-        Setup(2, "2", "fp16", offload=True, optimizer="CPUAdam"),
-        Setup(2, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700),
-        Setup(2, "1", autocast=True),
-        Setup(2, "2", "bf16", bf16_masters=True),
-        Setup(2, "0", "fp16"),
+        EngineCase(2, "3", "bf16", hpz=2, persistence=0),
+        EngineCase(2, "3", "fp16", sub_group=700),
+        EngineCase(2, "2", "fp16", offload=True, optimizer="CPUAdam"),
+        EngineCase(2, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700),
+        EngineCase(2, "1", autocast=True),
+        EngineCase(2, "2", "bf16", bf16_masters=True),
+        EngineCase(2, "0", "fp16"),
     ],
     ids=str,
 )
-def test_an_ordinary_save_has_no_other_weights(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+def test_an_ordinary_save_has_no_other_weights(
+    setup: EngineCase, pools: Pools, tmp_path: Path
+) -> None:
     """In fp16, a step is skipped because of an overflow."""
     if setup.offload:
         skip_without("CPUAdamBuilder", pools)
@@ -197,7 +199,7 @@ def test_an_ordinary_save_has_no_other_weights(setup: Setup, pools: Pools, tmp_p
         assert not any("module_weights" in kept for kept in saves)
 
 
-def clamp_gathered(setup: Setup, path: str) -> tuple[Any, Any]:
+def clamp_gathered(setup: EngineCase, path: str) -> tuple[Any, Any]:
     """Clamp a weight that ZeRO-3 keeps gathered between steps, without telling DeepSpeed."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
@@ -213,11 +215,13 @@ def clamp_gathered(setup: Setup, path: str) -> tuple[Any, Any]:
 
 
 def test_a_gathered_weight_of_zero_3_is_restored(pools: Pools, tmp_path: Path) -> None:
-    for wanted, found in pools.run(2, partial(clamp_gathered, Setup(2, "3"), f"{tmp_path}/c.ckpt")):
+    for wanted, found in pools.run(
+        2, partial(clamp_gathered, EngineCase(2, "3"), f"{tmp_path}/c.ckpt")
+    ):
         assert found == wanted
 
 
-def loaded(setup: Setup, saved: Saved, options: dict[str, Any]) -> Dump:
+def loaded(setup: EngineCase, saved: Saved, options: dict[str, Any]) -> Dump:
     """Return the state after a load; empty on ranks other than 0."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -230,7 +234,7 @@ def loaded(setup: Setup, saved: Saved, options: dict[str, Any]) -> Dump:
 def changed(
     request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory
 ) -> Saved:
-    setup = Setup(2, "2", "bf16")
+    setup = EngineCase(2, "2", "bf16")
     folder = tmp_path_factory.mktemp("changed")
     saved = Saved(setup, str(folder / "a.ckpt"))
     change = Change(setup, request.param, str(folder / "stock"))
@@ -242,16 +246,16 @@ def changed(
 @pytest.mark.parametrize(
     "target",
     [
-        Setup(3, "3", "bf16", sub_group=700),
-        Setup(1, "1", "bf16"),
-        Setup(3, "0", "bf16"),
-        Setup(3, "B", "bf16"),
-        Setup(1, "3", "bf16", persistence=0, offload=True, optimizer="CPUAdam"),
+        EngineCase(3, "3", "bf16", sub_group=700),
+        EngineCase(1, "1", "bf16"),
+        EngineCase(3, "0", "bf16"),
+        EngineCase(3, "B", "bf16"),
+        EngineCase(1, "3", "bf16", persistence=0, offload=True, optimizer="CPUAdam"),
     ],
     ids=str,
 )
 def test_both_are_restored_on_other_counts_and_stages(
-    target: Setup, changed: Saved, pools: Pools
+    target: EngineCase, changed: Saved, pools: Pools
 ) -> None:
     found = pools.run(target.world, partial(loaded, target, changed, {}))[0]
     wanted = expected(changed, target)
@@ -268,7 +272,7 @@ def stock_of(saved: Saved) -> Saved:
 
 def test_stock_files_load_with_one_warning_and_verify(changed: Saved, pools: Pools) -> None:
     stock = stock_of(changed)
-    for target in (Setup(2, "2", "bf16"), Setup(3, "3", "bf16", sub_group=700)):
+    for target in (EngineCase(2, "2", "bf16"), EngineCase(3, "3", "bf16", sub_group=700)):
         found = pools.run(target.world, partial(loaded_with_warnings, target, stock))
         wanted = expected(stock, target)
         keys = [key for key in wanted if key.startswith(("master/", "weight/", "exp_avg"))]
@@ -278,7 +282,7 @@ def test_stock_files_load_with_one_warning_and_verify(changed: Saved, pools: Poo
     assert verify_checkpoint(stock.path).is_sound
 
 
-def loaded_with_warnings(setup: Setup, saved: Saved) -> tuple[Dump, list[str]]:
+def loaded_with_warnings(setup: EngineCase, saved: Saved) -> tuple[Dump, list[str]]:
     with captured_log("lightning_elastic_zero", logging.WARNING) as logged:
         found = loaded(setup, saved, {})
     return found, [text for text in logged if "not its masters" in text]
@@ -306,7 +310,7 @@ def test_exports_without_optimizer_have_the_weights(
 
 def test_stage_0_in_fp32_continues_from_the_masters(changed: Saved, pools: Pools) -> None:
     """It has no other weights."""
-    found = pools.run(2, partial(loaded, Setup(2, "0"), changed, {}))[0]
+    found = pools.run(2, partial(loaded, EngineCase(2, "0"), changed, {}))[0]
     wanted = {k: v for k, v in changed.dump().items() if k.startswith("master/")}
     assert not differences(wanted, {k: found[k] for k in wanted})
     assert not unrounded(found)
@@ -316,17 +320,17 @@ def test_an_evaluation_and_a_fresh_optimizer_use_the_weights(changed: Saved, poo
     """The masters of weights that were not changed keep their precision."""
     held, fresh = changed.dump(), {"load_optimizer_state": False}
     wanted = {k: v for k, v in held.items() if k.startswith("weight/")}
-    for setup in (Setup(3, "0", "bf16"), Setup(2, "3", "bf16")):
+    for setup in (EngineCase(3, "0", "bf16"), EngineCase(2, "3", "bf16")):
         of_ranks = pools.run(setup.world, partial(evaluated_weights, setup, changed))
         assert all(weights[key] == w.tolist() for weights in of_ranks for key, w in wanted.items())
-    found = pools.run(3, partial(loaded, Setup(3, "3"), changed, fresh))[0]
+    found = pools.run(3, partial(loaded, EngineCase(3, "3"), changed, fresh))[0]
     for key, weight in wanted.items():
         master = held[key.replace("weight/", "master/")]
         kept = master.bfloat16() == weight
         assert torch.equal(found[key], torch.where(kept, master, weight.float())), key
 
 
-def save_stock(setup: Setup, folder: str, change: Callable[[Engine], None]) -> Dump:
+def save_stock(setup: EngineCase, folder: str, change: Callable[[Engine], None]) -> Dump:
     """Save by DeepSpeed after each of two steps."""
     with engine_of(setup, 0) as engine:
         for step in range(2):
@@ -347,7 +351,7 @@ def unchanged(engine: Engine) -> None:
 
 def test_the_warning_is_of_all_ranks(pools: Pools, tmp_path: Path) -> None:
     """The weights that differ may be those of other ranks than rank 0."""
-    setup = Setup(2, "2", "bf16")
+    setup = EngineCase(2, "2", "bf16")
     pools.run(2, partial(save_stock, setup, str(tmp_path), clamp_last))
     (_, warned), *_ = pools.run(
         2, partial(loaded_with_warnings, setup, Saved(setup, f"{tmp_path}/1"))
@@ -357,7 +361,7 @@ def test_the_warning_is_of_all_ranks(pools: Pools, tmp_path: Path) -> None:
     assert "Both are restored" in warned[0]
 
 
-def refusal_and_weights(setup: Setup, path: str) -> tuple[str, Dump]:
+def refusal_and_weights(setup: EngineCase, path: str) -> tuple[str, Dump]:
     from lightning_elastic_zero.api import load_checkpoint
     from lightning_elastic_zero.errors import ElasticZeroError
 
@@ -375,7 +379,7 @@ def test_stock_files_without_step_counts_resume_with_a_fresh_optimizer_only(
 
     The model file has the whole weights of one step.
     """
-    setup = Setup(2, "2", "bf16", optimizer="Momentum")
+    setup = EngineCase(2, "2", "bf16", optimizer="Momentum")
     held = pools.run(2, partial(save_stock, setup, str(tmp_path), unchanged))[0]
     (model,) = (tmp_path / "1/tag").glob("*model_states.pt")
     (tmp_path / "0/tag" / model.name).write_bytes(model.read_bytes())

@@ -28,7 +28,7 @@ from tests.support.checkpoints import (
     load,
     train_and_save,
 )
-from tests.support.engines import DEEPSPEEDS, Engine, Setup, engine_of, train
+from tests.support.engines import DEEPSPEEDS, Engine, EngineCase, engine_of, train
 from tests.support.fits import FitSpec, fit
 from tests.support.fixtures import OnDevice
 from tests.support.oracle import differences, dump, expected_in
@@ -120,40 +120,40 @@ def stall_and_copy(folder: str) -> Stall:
 pytestmark = [pytest.mark.engine, pytest.mark.device]
 
 PRECISIONS = [
-    *(Setup(1, zero, precision) for zero in "0123" for precision in ("bf16", "fp16")),
-    Setup(1, "B", "bf16"),
-    Setup(2, "1", "fp16"),
-    Setup(2, "2", "bf16"),
-    Setup(2, "3", "bf16"),
-    Setup(2, "B", "bf16"),
+    *(EngineCase(1, zero, precision) for zero in "0123" for precision in ("bf16", "fp16")),
+    EngineCase(1, "B", "bf16"),
+    EngineCase(2, "1", "fp16"),
+    EngineCase(2, "2", "bf16"),
+    EngineCase(2, "3", "bf16"),
+    EngineCase(2, "B", "bf16"),
 ]
-PARTIAL = Setup(1, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700)
+PARTIAL = EngineCase(1, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700)
 OFFLOADED = [
-    Setup(1, "1", offload=True),
-    Setup(1, "2", "fp16", offload=True, pinned=False),
-    Setup(2, "2", "bf16", offload=True),
-    Setup(1, "3", "bf16", offload=True, offloaded_weights=True),
-    Setup(2, "3", "bf16", offload=True, offloaded_weights=True),
+    EngineCase(1, "1", offload=True),
+    EngineCase(1, "2", "fp16", offload=True, pinned=False),
+    EngineCase(2, "2", "bf16", offload=True),
+    EngineCase(1, "3", "bf16", offload=True, offloaded_weights=True),
+    EngineCase(2, "3", "bf16", offload=True, offloaded_weights=True),
     PARTIAL,
     replace(PARTIAL, world=2),
 ]
 FUSED = [
-    Setup(1, "0", "fp16", optimizer="FusedAdam"),
-    Setup(1, "3", "bf16", optimizer="FusedAdam"),
-    Setup(2, "1", optimizer="fused"),
-    Setup(1, "3", "bf16", optimizer="fused"),
-    Setup(1, "2", "bf16", optimizer="fused SGD"),
-    Setup(1, "1", optimizer="ASGD"),
-    Setup(2, "3", optimizer="ASGD"),
-    Setup(1, "1", optimizer="fused capturable"),
+    EngineCase(1, "0", "fp16", optimizer="FusedAdam"),
+    EngineCase(1, "3", "bf16", optimizer="FusedAdam"),
+    EngineCase(2, "1", optimizer="fused"),
+    EngineCase(1, "3", "bf16", optimizer="fused"),
+    EngineCase(1, "2", "bf16", optimizer="fused SGD"),
+    EngineCase(1, "1", optimizer="ASGD"),
+    EngineCase(2, "3", optimizer="ASGD"),
+    EngineCase(1, "1", optimizer="fused capturable"),
     # On a CPU, torch accepts capturable=True only for its fused kernel.
     *(
         pytest.param(setup, marks=pytest.mark.gpu)
         for setup in (
-            Setup(2, "1", optimizer="capturable"),
-            Setup(1, "3", optimizer="capturable"),
-            Setup(1, "1", optimizer="foreach capturable"),
-            Setup(2, "3", optimizer="foreach capturable"),
+            EngineCase(2, "1", optimizer="capturable"),
+            EngineCase(1, "3", optimizer="capturable"),
+            EngineCase(1, "1", optimizer="foreach capturable"),
+            EngineCase(2, "3", optimizer="foreach capturable"),
         )
     ),
 ]
@@ -162,7 +162,7 @@ FUSED = [
 @pytest.mark.long
 @pytest.mark.parametrize("setup", [*PRECISIONS, *OFFLOADED, *FUSED], ids=str)
 def test_a_run_continues_bit_for_bit(
-    setup: Setup, device_pools: Pools, on_device: OnDevice[Continued], tmp_path: Path
+    setup: EngineCase, device_pools: Pools, on_device: OnDevice[Continued], tmp_path: Path
 ) -> None:
     """Losses and state after a resume on the device are those of the uninterrupted run."""
     if setup.optimizer in DEEPSPEEDS:
@@ -173,15 +173,18 @@ def test_a_run_continues_bit_for_bit(
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (Setup(2, "1", "fp16"), Setup(1, "1", "fp16")),
-        (Setup(1, "2", "bf16"), Setup(2, "3", "bf16")),
-        (Setup(2, "3", "bf16", sub_group=700), Setup(1, "2", "bf16", offload=True)),
-        (Setup(1, "2", "bf16"), Setup(3, "3", "bf16")),
+        (EngineCase(2, "1", "fp16"), EngineCase(1, "1", "fp16")),
+        (EngineCase(1, "2", "bf16"), EngineCase(2, "3", "bf16")),
+        (EngineCase(2, "3", "bf16", sub_group=700), EngineCase(1, "2", "bf16", offload=True)),
+        (EngineCase(1, "2", "bf16"), EngineCase(3, "3", "bf16")),
     ],
     ids=str,
 )
 def test_another_number_of_devices(
-    source: Setup, target: Setup, on_device: OnDevice[StateComparison | None], tmp_path: Path
+    source: EngineCase,
+    target: EngineCase,
+    on_device: OnDevice[StateComparison | None],
+    tmp_path: Path,
 ) -> None:
     """The state of two devices is restored on one, and that of one on two and three."""
     saved = Saved(source, str(tmp_path / "saved.ckpt"))
@@ -193,16 +196,19 @@ def test_another_number_of_devices(
 @pytest.mark.parametrize(
     ("on_processors", "there"),
     [
-        (Setup(2, "0"), Setup(1, "0")),
-        (Setup(2, "1", "fp16"), Setup(1, "1", "fp16")),
-        (Setup(2, "3", "bf16", sub_group=700), Setup(1, "3", "bf16", persistence=100)),
-        (Setup(2, "1", offload=True), Setup(1, "3", offload=True, offloaded_weights=True)),
+        (EngineCase(2, "0"), EngineCase(1, "0")),
+        (EngineCase(2, "1", "fp16"), EngineCase(1, "1", "fp16")),
+        (EngineCase(2, "3", "bf16", sub_group=700), EngineCase(1, "3", "bf16", persistence=100)),
+        (
+            EngineCase(2, "1", offload=True),
+            EngineCase(1, "3", offload=True, offloaded_weights=True),
+        ),
     ],
     ids=str,
 )
 def test_two_cpu_ranks_to_one_device_and_back(
-    on_processors: Setup,
-    there: Setup,
+    on_processors: EngineCase,
+    there: EngineCase,
     pools: Pools,
     on_device: OnDevice[StateComparison | None],
     tmp_path: Path,
@@ -221,16 +227,16 @@ def test_two_cpu_ranks_to_one_device_and_back(
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(1, "1", "fp16"),
-        Setup(1, "0", optimizer="fused"),
-        Setup(2, "3", "bf16", sub_group=700),
-        Setup(1, "2", "bf16", offload=True),
-        Setup(2, "1", "fp16", offload=True),
+        EngineCase(1, "1", "fp16"),
+        EngineCase(1, "0", optimizer="fused"),
+        EngineCase(2, "3", "bf16", sub_group=700),
+        EngineCase(1, "2", "bf16", offload=True),
+        EngineCase(2, "1", "fp16", offload=True),
     ],
     ids=str,
 )
 def test_a_save_in_the_background_of_training(
-    setup: Setup,
+    setup: EngineCase,
     device: str,
     device_pools: Pools,
     on_device: OnDevice[bool],

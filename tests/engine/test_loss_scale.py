@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import Saved
-from tests.support.engines import Engine, Setup, engine_of, train
+from tests.support.engines import Engine, EngineCase, engine_of, train
 from tests.support.oracle import scaler_of
 from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
@@ -27,7 +27,7 @@ def numbers(engine: Engine) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if isinstance(value, bool | int | float)}
 
 
-def save_with_fixed_scale(setup: Setup, path: str, scale: float) -> None:
+def save_with_fixed_scale(setup: EngineCase, path: str, scale: float) -> None:
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -37,7 +37,7 @@ def save_with_fixed_scale(setup: Setup, path: str, scale: float) -> None:
 
 
 def after_load(
-    setup: Setup,
+    setup: EngineCase,
     path: str,
     configured: Mapping[str, Any],
     *,
@@ -60,7 +60,7 @@ def test_the_hysteresis_is_reset_after_stage_0(
     pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """Stage 0 counts none, so a running engine must not keep its own count."""
-    saved, target = saved_by(Setup(2, "0", "fp16")), Setup(2, "2", "fp16")
+    saved, target = saved_by(EngineCase(2, "0", "fp16")), EngineCase(2, "2", "fp16")
     fresh, running = (
         pools.run(2, partial(after_load, target, saved.path, {}, steps=steps)) for steps in (0, 2)
     )
@@ -75,7 +75,7 @@ def test_scaler_settings_follow_load_hyperparameters(
     pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """Rank 0 warns of configured settings that are replaced; learned values always continue."""
-    saved, target = saved_by(Setup(2, "2", "fp16")), Setup(2, "3", "fp16")
+    saved, target = saved_by(EngineCase(2, "2", "fp16")), EngineCase(2, "3", "fp16")
     load = partial(after_load, target, saved.path)
     as_saved = {
         key.removeprefix("scaler/"): value
@@ -100,12 +100,12 @@ def test_scaler_settings_follow_load_hyperparameters(
         assert not warned
 
 
-@pytest.mark.parametrize("target", [Setup(1, "2"), Setup(1, "0", "bf16")], ids=str)
+@pytest.mark.parametrize("target", [EngineCase(1, "2"), EngineCase(1, "0", "bf16")], ids=str)
 def test_a_fixed_scale_is_a_setting_in_every_stage(
-    target: Setup, pools: Pools, tmp_path: Path
+    target: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "fixed.ckpt")
-    pools.run(1, partial(save_with_fixed_scale, Setup(1, "1"), path, 128.0))
+    pools.run(1, partial(save_with_fixed_scale, EngineCase(1, "1"), path, 128.0))
     load = partial(after_load, target, path, {"cur_scale": 512.0})
     ((found, (warned,)),) = pools.run(1, load)
     assert found["cur_scale"] == 128.0

@@ -13,7 +13,7 @@ from lightning_elastic_zero.core.requirements import DEEPSPEED, version_of
 from lightning_elastic_zero.engine.deepspeed import NAMES, check_names, live_objects
 from lightning_elastic_zero.engine.support import optimizer_wrapper
 from tests.engine._name_tables import CHECKED, CHECKED_WITHOUT_OPTIMIZER, checked_in
-from tests.support.engines import DEEPSPEEDS, Engine, Setup, engine_of, train
+from tests.support.engines import DEEPSPEEDS, Engine, EngineCase, engine_of, train
 from tests.support.ranks import Pools, skip_without
 
 
@@ -29,13 +29,13 @@ class Refusals:
     """Names whose absence is not reported by name, with the message instead."""
 
 
-def refusals(setup: Setup) -> Refusals:
+def refusals(setup: EngineCase) -> Refusals:
     """Check an engine, and again with each name replaced by one that no release has."""
     with engine_of(setup, 0) as engine:
         return _refusals(engine)
 
 
-def refusals_without_optimizer(setup: Setup) -> Refusals:
+def refusals_without_optimizer(setup: EngineCase) -> Refusals:
     import deepspeed
 
     config = setup.config()
@@ -63,11 +63,11 @@ def _refusals(engine: Engine) -> Refusals:
     return Refusals(release, checked, missed, unreported)
 
 
-def missed_later(setup: Setup, states: tuple[str, ...]) -> dict[str, list[str]]:
+def missed_later(setup: EngineCase, states: tuple[str, ...]) -> dict[str, list[str]]:
     """Return the names that are missing in a window, between steps, and while offloaded."""
     model = setup.model(0)
     if states and setup.zero == "3":  # DeepSpeed's ``offload_states`` fails with frozen weights.
-        model.frozen = torch.nn.Identity()  # type: ignore[assignment]
+        model.frozen = torch.nn.Identity()
     with engine_of(setup, 0, model=model) as engine:
         found = {}
         for moment, act in _moments(engine, setup, states).items():
@@ -77,7 +77,7 @@ def missed_later(setup: Setup, states: tuple[str, ...]) -> dict[str, list[str]]:
 
 
 def _moments(
-    engine: Engine, setup: Setup, states: tuple[str, ...]
+    engine: Engine, setup: EngineCase, states: tuple[str, ...]
 ) -> dict[str, Callable[[], object]]:
     """Return actions that bring a fresh engine to each moment in turn."""
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -99,21 +99,21 @@ pytestmark = pytest.mark.engine
 
 WEIGHTS = ("lp_params", "lp_grads")
 MOMENTS = [
-    (Setup(1, "0", accumulation=2), ()),
-    (Setup(1, "0", "fp16", accumulation=2), ()),
-    (Setup(1, "1", accumulation=2, round_robin=True), ()),
-    (Setup(1, "1", "bf16", accumulation=2), ("hp_params", *WEIGHTS, "optim_states")),
-    (Setup(1, "2", accumulation=2), ("hp_params", *WEIGHTS, "optim_states")),
-    (Setup(1, "2", accumulation=2, offload=True), ()),
-    (Setup(1, "B", "bf16", accumulation=2), ()),
-    (Setup(1, "3", "bf16", accumulation=2, grouping="one"), WEIGHTS),
-    (Setup(1, "3", accumulation=2, offload=True, offloaded_weights=True), ()),
+    (EngineCase(1, "0", accumulation=2), ()),
+    (EngineCase(1, "0", "fp16", accumulation=2), ()),
+    (EngineCase(1, "1", accumulation=2, round_robin=True), ()),
+    (EngineCase(1, "1", "bf16", accumulation=2), ("hp_params", *WEIGHTS, "optim_states")),
+    (EngineCase(1, "2", accumulation=2), ("hp_params", *WEIGHTS, "optim_states")),
+    (EngineCase(1, "2", accumulation=2, offload=True), ()),
+    (EngineCase(1, "B", "bf16", accumulation=2), ()),
+    (EngineCase(1, "3", "bf16", accumulation=2, grouping="one"), WEIGHTS),
+    (EngineCase(1, "3", accumulation=2, offload=True, offloaded_weights=True), ()),
 ]
 """Engines with windows of two micro-batches, and the states that they offload to the host."""
 
 
 @pytest.mark.parametrize("setup", CHECKED, ids=str)
-def test_each_missing_deepspeed_name_is_reported(setup: Setup, pools: Pools) -> None:
+def test_each_missing_deepspeed_name_is_reported(setup: EngineCase, pools: Pools) -> None:
     if setup.optimizer in DEEPSPEEDS:
         skip_without(DEEPSPEEDS[setup.optimizer][2], pools)
     if setup.nvme:
@@ -134,7 +134,7 @@ needs_newest = pytest.mark.skipif(
 @needs_newest
 @pytest.mark.parametrize(("setup", "states"), MOMENTS, ids=str)
 def test_no_name_is_missing_within_a_window_or_while_offloaded(
-    setup: Setup, states: tuple[str, ...], pools: Pools
+    setup: EngineCase, states: tuple[str, ...], pools: Pools
 ) -> None:
     missed = pools.run(1, partial(missed_later, setup, states))[0]
     assert len(missed) == (6 if states else 4)
@@ -144,7 +144,7 @@ def test_no_name_is_missing_within_a_window_or_while_offloaded(
 @pytest.mark.long
 @needs_newest
 @pytest.mark.parametrize("setup", CHECKED_WITHOUT_OPTIMIZER, ids=str)
-def test_engines_without_an_optimizer_need_fewer_names(setup: Setup, pools: Pools) -> None:
+def test_engines_without_an_optimizer_need_fewer_names(setup: EngineCase, pools: Pools) -> None:
     found = pools.run(1, partial(refusals_without_optimizer, setup))[0]
     assert not found.missed
     assert found.checked == CHECKED_WITHOUT_OPTIMIZER[setup]

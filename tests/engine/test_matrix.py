@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from tests.support.checkpoints import Saved, StateComparison, load
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.oracle import differences, expected_in
 from tests.support.ranks import Pools
 from tests.support.tables import MATRIX
@@ -116,8 +116,8 @@ KNOBS: dict[str, dict[str, dict[str, Any]]] = {
 """The options of each knob at each stage."""
 
 
-def setup_of(zero: str, world: int, precision: str, knob: str) -> Setup:
-    return Setup(world, zero, precision, **KNOBS[knob].get(zero, {}))
+def setup_of(zero: str, world: int, precision: str, knob: str) -> EngineCase:
+    return EngineCase(world, zero, precision, **KNOBS[knob].get(zero, {}))
 
 
 EACH_STAGE = [
@@ -130,14 +130,14 @@ EACH_STAGE = [
 """Each stage saves and loads once, on more and on fewer ranks. ``make test`` runs these cases."""
 
 SECONDARY = [
-    (Setup(2, "3", "bf16", hpz=2), Setup(3, "3", sub_group=700)),
-    (Setup(3, "3"), Setup(4, "3", "bf16", hpz=2, persistence=0)),
-    (Setup(4, "3", hpz=2, offload=True), Setup(2, "2", alignment=True)),
+    (EngineCase(2, "3", "bf16", hpz=2), EngineCase(3, "3", sub_group=700)),
+    (EngineCase(3, "3"), EngineCase(4, "3", "bf16", hpz=2, persistence=0)),
+    (EngineCase(4, "3", hpz=2, offload=True), EngineCase(2, "2", alignment=True)),
 ]
 """With and without hpZ, which not every number of ranks supports."""
 
 
-def small_matrix() -> list[tuple[Setup, Setup]]:
+def small_matrix() -> list[tuple[EngineCase, EngineCase]]:
     """Return saving and loading runs in which all pairs of values occur."""
     factors: dict[str, Sequence[str | int]] = {
         "from": ZEROS,
@@ -157,7 +157,7 @@ def small_matrix() -> list[tuple[Setup, Setup]]:
     ]
 
 
-def full_sources() -> list[Setup]:
+def full_sources() -> list[EngineCase]:
     knobs = list(KNOBS)
     return [
         setup_of(zero, n, precision, _fitting(zero, knobs[(i + n) % len(knobs)]))
@@ -168,7 +168,7 @@ def full_sources() -> list[Setup]:
     ]
 
 
-def full_targets(source: Setup) -> Iterator[Setup]:
+def full_targets(source: EngineCase) -> Iterator[EngineCase]:
     """Yield every loading run of the full matrix in its precision, and a few in the other."""
     knobs = list(KNOBS)
     for i, zero in enumerate(ZEROS):
@@ -205,7 +205,7 @@ def _fitting(zero: str, knob: str) -> str:
 pytestmark = pytest.mark.engine
 
 
-def restored(pools: Pools, setup: Setup, saved: Saved) -> StateComparison:
+def restored(pools: Pools, setup: EngineCase, saved: Saved) -> StateComparison:
     """Load on a world; return rank 0's comparison."""
     verdict = pools.run(setup.world, partial(load, setup, saved, late=True))[0]
     assert verdict is not None
@@ -230,8 +230,8 @@ def count(kind: str, verdict: StateComparison) -> None:
     ids=str,
 )
 def test_each_pair_of_settings_restores_the_state(
-    source: Setup,
-    target: Setup,
+    source: EngineCase,
+    target: EngineCase,
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
@@ -244,14 +244,14 @@ def test_each_pair_of_settings_restores_the_state(
 def test_overflow_in_narrower_masters_is_found_after_the_copies(
     zero: str, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    target = Setup(2, zero, "bf16", bf16_masters=True)
-    restored(pools, target, saved_by(Setup(2, "2"), late=True)).assert_same()
+    target = EngineCase(2, zero, "bf16", bf16_masters=True)
+    restored(pools, target, saved_by(EngineCase(2, "2"), late=True)).assert_same()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("source", full_sources(), ids=str)
 def test_each_run_of_the_full_matrix_restores_in_all_others(
-    source: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(source, late=True)
     for target in full_targets(source):
@@ -264,7 +264,7 @@ def test_each_run_of_the_full_matrix_restores_in_all_others(
 def test_eight_ranks_to_four_and_back_lose_nothing(
     pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
-    eight, four = Setup(8, "2", "bf16"), Setup(4, "2", "bf16")
+    eight, four = EngineCase(8, "2", "bf16"), EngineCase(4, "2", "bf16")
     first = saved_by(eight, late=True)
     second = Saved(four, f"{first.path}.4")
     verdicts = pools.run(4, partial(load, four, first, copy_to=second, late=True))

@@ -15,14 +15,14 @@ from lightning_elastic_zero import load_checkpoint
 from lightning_elastic_zero.tools.view import open_view
 from tests.formats._load_assertions import refused_all
 from tests.support.checkpoints import Loading, Saved, assert_refused, save_different_buffers
-from tests.support.engines import Net, Setup, engine_of
+from tests.support.engines import EngineCase, Net, engine_of
 from tests.support.foreign_checkpoints import unpack
 from tests.support.outcome import captured_log, error_text
 from tests.support.plain_checkpoints import write_dcp
 from tests.support.ranks import Pools
 
 
-def write_full_weights(setup: Setup) -> tuple[str, list[str], list[str]]:
+def write_full_weights(setup: EngineCase) -> tuple[str, list[str], list[str]]:
     """Write a weight that fails on rank 1, then one that matches and others that do not."""
     from lightning_elastic_zero.coordination.ranks import connect_ranks
     from lightning_elastic_zero.engine.live import LiveEngine
@@ -42,9 +42,9 @@ def write_full_weights(setup: Setup) -> tuple[str, list[str], list[str]]:
 pytestmark = pytest.mark.engine
 
 RUNS = [
-    (Setup(2, "2"), Setup(3, "3", "bf16", sub_group=700)),
-    (Setup(3, "3", sub_group=700), Setup(2, "1")),
-    (Setup(2, "B", "bf16"), Setup(2, "B", "bf16")),
+    (EngineCase(2, "2"), EngineCase(3, "3", "bf16", sub_group=700)),
+    (EngineCase(3, "3", sub_group=700), EngineCase(2, "1")),
+    (EngineCase(2, "B", "bf16"), EngineCase(2, "B", "bf16")),
 ]
 RESHAPED = ("average (saved (65,), here (1,))", "seen (saved (), here (2, 2))")
 
@@ -59,8 +59,8 @@ RESHAPED = ("average (saved (65,), here (1,))", "seen (saved (), here (2, 2))")
 )
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
 def test_different_buffers_are_listed_and_nothing_changes(
-    source: Setup,
-    target: Setup,
+    source: EngineCase,
+    target: EngineCase,
     change: str,
     names: tuple[str, ...],
     pools: Pools,
@@ -75,16 +75,16 @@ def test_different_buffers_are_listed_and_nothing_changes(
 @pytest.mark.long
 @pytest.mark.parametrize(("source", "target"), RUNS[:2], ids=str)
 def test_a_saved_scalar_does_not_fill_a_larger_buffer(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(replace(source, buffers="reshaped"))
     names = ("average (saved (1,), here (65,))", "seen (saved (2, 2), here ())")
     assert_refused(pools.run, target, Loading(saved.path), *names)
 
 
-@pytest.mark.parametrize("setup", [Setup(2, "2"), Setup(2, "3")], ids=str)
+@pytest.mark.parametrize("setup", [EngineCase(2, "2"), EngineCase(2, "3")], ids=str)
 def test_all_ranks_refuse_different_buffers_of_one_rank(
-    setup: Setup, pools: Pools, tmp_path: Path
+    setup: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "unlike.ckpt")
     pools.run(setup.world, partial(save_different_buffers, setup, path))
@@ -92,7 +92,7 @@ def test_all_ranks_refuse_different_buffers_of_one_rank(
 
 
 def load_into_adapting_module(
-    setup: Setup, path: str, *, registered: bool
+    setup: EngineCase, path: str, *, registered: bool
 ) -> tuple[str, list[torch.Tensor]]:
     """Load into a module whose hook creates its buffers in the saved shapes."""
 
@@ -115,8 +115,8 @@ def load_into_adapting_module(
 @pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
 def test_a_hook_of_the_module_creates_buffers_in_the_saved_shapes(
-    source: Setup,
-    target: Setup,
+    source: EngineCase,
+    target: EngineCase,
     registered: bool,
     pools: Pools,
     saved_by: Callable[..., Saved],
@@ -145,7 +145,7 @@ def test_every_format_refuses_different_buffers(pools: Pools, tmp_path: Path) ->
     torch.save({"state_dict": weights}, tmp_path / "single.ckpt")
     write_dcp(tmp_path / "sharded", weights)
     paths += [str(tmp_path / "single.ckpt"), str(tmp_path / "sharded")]
-    target = Setup(2, "2", hidden=5, buffers="reshaped")
+    target = EngineCase(2, "2", hidden=5, buffers="reshaped")
     for path, refused in zip(paths, refused_all(pools, target, paths), strict=True):
         assert refused.error == "CheckpointMismatchError", (path, refused)
         listed = (
@@ -158,7 +158,7 @@ def test_every_format_refuses_different_buffers(pools: Pools, tmp_path: Path) ->
 @pytest.mark.essential
 def test_full_weights_that_cannot_be_written(pools: Pools) -> None:
     """A failed write is raised on all ranks. Weights that the model lacks are named."""
-    setup = Setup(2, "3")
+    setup = EngineCase(2, "3")
     for rank, (error, taken, messages) in enumerate(
         pools.run(2, partial(write_full_weights, setup))
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from tests.support.checkpoints import Saved, assert_continues, assert_restored
 from tests.support.engines import (
     QUICK_SCALER,
+    EngineCase,
     Net,
-    Setup,
     engine_of,
     inner_of,
     surroundings,
@@ -28,8 +27,8 @@ from tests.support.ranks import Pools, skip_without
 pytestmark = pytest.mark.engine
 
 
-def muon(world: int, zero: str, precision: str = "fp32", **options: object) -> Setup:
-    return Setup(world, zero, precision, optimizer="Muon", **options)  # type: ignore[arg-type]
+def muon(world: int, zero: str, precision: str = "fp32", **options: object) -> EngineCase:
+    return EngineCase(world, zero, precision, optimizer="Muon", **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def muon(world: int, zero: str, precision: str = "fp32", **options: object) -> S
     ids=str,
 )
 def test_momentum_is_restored_in_every_stage_in_the_type_of_that_stage(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """The oracle also compares the copies of one parameter on several ranks in ZeRO-1/2."""
     if source.nvme or target.nvme:
@@ -87,7 +86,7 @@ def test_momentum_is_restored_in_every_stage_in_the_type_of_that_stage(
     ],
     ids=str,
 )
-def test_a_muon_run_continues_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+def test_a_muon_run_continues_bit_for_bit(setup: EngineCase, pools: Pools, tmp_path: Path) -> None:
     if setup.nvme:
         skip_without("AsyncIOBuilder", pools)
     assert_continues(pools.run, setup, tmp_path)
@@ -140,7 +139,7 @@ def test_the_adam_inside_muon_continues_its_count(
     assert counts == [{wanted}] * target[0]
 
 
-def warned_of_momentum(setup: Setup, path: str, **options: Any) -> list[str]:
+def warned_of_momentum(setup: EngineCase, path: str, **options: Any) -> list[str]:
     """Load; return this rank's warnings about momentum."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -170,8 +169,8 @@ REACHED = CONFIGURED / 2
     ids=str,
 )
 def test_momentum_from_gradients_of_another_scale_causes_a_warning(
-    source: Setup,
-    target: Setup,
+    source: EngineCase,
+    target: EngineCase,
     scales: tuple[float, float] | None,
     pools: Pools,
     saved_by: Callable[..., Saved],
@@ -212,35 +211,33 @@ NEEDS_TORCHS_MUON = pytest.mark.skipif(
 )
 
 
-@dataclass(frozen=True)
-class MatricesSetup(Setup):
-    """A run that trains only the matrices of its model, as torch's Muon requires."""
+def only_matrices(_: EngineCase, seed: int) -> Net:
+    """Make a model that trains only its matrices, as torch's Muon requires."""
+    model = Net(seed)
+    for parameter in model.parameters():
+        if parameter.ndim != 2:
+            parameter.requires_grad = False
+    return model
 
-    zero: str = "0"
-    optimizer: str = "torch.optim.Muon"
-    grouping: str = "one"
 
-    def model(self, seed: int) -> Net:
-        model = super().model(seed)
-        for parameter in model.parameters():
-            if parameter.ndim != 2:
-                parameter.requires_grad = False
-        return model
+def torchs_muon(world: int, precision: str = "fp32") -> EngineCase:
+    name = "torch.optim.Muon"
+    return EngineCase(world, "0", precision, optimizer=name, grouping="one", net=only_matrices)
 
 
 @NEEDS_TORCHS_MUON
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (MatricesSetup(2), MatricesSetup(3)),
-        (MatricesSetup(3, precision="bf16"), MatricesSetup(2)),
-        (MatricesSetup(1), MatricesSetup(2, precision="bf16")),
+        (torchs_muon(2), torchs_muon(3)),
+        (torchs_muon(3, "bf16"), torchs_muon(2)),
+        (torchs_muon(1), torchs_muon(2, "bf16")),
     ],
     ids=str,
 )
 def test_the_momentum_of_torchs_muon_is_restored(
-    source: MatricesSetup,
-    target: MatricesSetup,
+    source: EngineCase,
+    target: EngineCase,
     pools: Pools,
     saved_by: Callable[..., Saved],
 ) -> None:
@@ -252,5 +249,5 @@ def test_the_momentum_of_torchs_muon_is_restored(
 @NEEDS_TORCHS_MUON
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_torchs_muon_continues_bit_for_bit(precision: str, pools: Pools, tmp_path: Path) -> None:
-    setup = MatricesSetup(2, precision=precision)
+    setup = torchs_muon(2, precision)
     assert_continues(pools.run, setup, tmp_path)

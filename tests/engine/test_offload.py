@@ -20,7 +20,7 @@ from tests.support.checkpoints import (
     assert_restored,
     load,
 )
-from tests.support.engines import Engine, Setup, engine_of, swap_folder, train
+from tests.support.engines import Engine, EngineCase, engine_of, swap_folder, train
 from tests.support.ranks import Pools, skip_without
 
 
@@ -34,7 +34,7 @@ class OffloadedSave:
     """Losses after the reload."""
 
 
-def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> OffloadedSave:
+def save_offloaded(setup: EngineCase, folder: str, states: tuple[str, ...]) -> OffloadedSave:
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
     from deepspeed.runtime.zero.offload_states import offload_adam_states, reload_adam_states
 
@@ -43,7 +43,7 @@ def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> Offloa
 
     model = setup.model(0)
     if setup.zero == "3":  # DeepSpeed's ``offload_states`` fails with frozen weights.
-        model.frozen = torch.nn.Identity()  # type: ignore[assignment]
+        model.frozen = torch.nn.Identity()
     with engine_of(setup, 0, model=model) as engine:
         train(engine, setup, 0, 2)
         save_checkpoint(engine, f"{folder}/before.ckpt")
@@ -63,7 +63,7 @@ def save_offloaded(setup: Setup, folder: str, states: tuple[str, ...]) -> Offloa
         return OffloadedSave(refusal, train(engine, setup, 2, 4))
 
 
-def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, float]]:
+def rates_of_both(setup: EngineCase, path: str, *, saves: bool) -> list[tuple[float, float]]:
     """Save a run slowed by a schedule, or load it; return the rates of both optimizers."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
@@ -81,7 +81,7 @@ def rates_of_both(setup: Setup, path: str, *, saves: bool) -> list[tuple[float, 
         return [(one["lr"], other["lr"]) for one, other in zip(main, backup, strict=True)]
 
 
-def called_before_any_change(setup: Setup) -> tuple[list[bool], bool]:
+def called_before_any_change(setup: EngineCase) -> tuple[list[bool], bool]:
     """Return whether each step's hook ran before the masters changed."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
@@ -125,7 +125,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
-def elements_in_memory(setup: Setup, path: str) -> list[int]:
+def elements_in_memory(setup: EngineCase, path: str) -> list[int]:
     """Load over a run; count swapped elements in memory before, after, and a step later."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -156,10 +156,10 @@ def save_without_swap_files(engine: Engine, path: str) -> object:
 
 pytestmark = pytest.mark.engine
 
-PARTLY = Setup(2, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700)
-WHOLLY = Setup(3, "3", "bf16", offload=True, optimizer="CPUAdam")
-SWAPPED = Setup(2, "3", nvme="plain", sub_group=1500)
-PIPELINED = Setup(3, "3", nvme="pipelined", sub_group=700)
+PARTLY = EngineCase(2, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700)
+WHOLLY = EngineCase(3, "3", "bf16", offload=True, optimizer="CPUAdam")
+SWAPPED = EngineCase(2, "3", nvme="plain", sub_group=1500)
+PIPELINED = EngineCase(3, "3", nvme="pipelined", sub_group=700)
 
 TORCH_KEYS = ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled")
 """Keys that torch's AdamW adds to the groups of the second optimizer."""
@@ -180,13 +180,13 @@ def of_adam(verdict: StateComparison) -> StateComparison:
     [
         (PARTLY, replace(PARTLY, world=3, ratio=0.3)),
         (PARTLY, WHOLLY),
-        (PARTLY, Setup(1, "1", offload=True, optimizer="CPUAdam")),
+        (PARTLY, EngineCase(1, "1", offload=True, optimizer="CPUAdam")),
         (WHOLLY, PARTLY),
     ],
     ids=str,
 )
 def test_states_of_both_optimizers_of_partial_offload_are_restored(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     skip_without("CPUAdamBuilder", pools)
     call = partial(load, target, saved_by(source), steps_before=1)
@@ -213,7 +213,7 @@ def test_the_rates_of_both_optimizers_are_restored(pools: Pools, tmp_path: Path)
     assert backup == 2 * main
     assert all(one == other for one, other in others)
     # A run without a second optimizer continues with the rates of the first one.
-    for target in (WHOLLY, Setup(2, "1")):
+    for target in (WHOLLY, EngineCase(2, "1")):
         alone = pools.run(2, partial(rates_of_both, replace(target, world=2), path, saves=False))
         assert alone[0] == [(rate, rate) for rate, _ in saved[0]]
 
@@ -224,17 +224,17 @@ def test_the_rates_of_both_optimizers_are_restored(pools: Pools, tmp_path: Path)
     [
         (SWAPPED, PIPELINED),
         (PIPELINED, replace(SWAPPED, precision="bf16")),
-        (SWAPPED, Setup(1, "2")),
-        (Setup(4, "1"), PIPELINED),
-        (replace(SWAPPED, precision="bf16"), Setup(2, "B", "bf16")),
-        (replace(SWAPPED, optimizer="Muon"), Setup(3, "1", optimizer="Muon")),
+        (SWAPPED, EngineCase(1, "2")),
+        (EngineCase(4, "1"), PIPELINED),
+        (replace(SWAPPED, precision="bf16"), EngineCase(2, "B", "bf16")),
+        (replace(SWAPPED, optimizer="Muon"), EngineCase(3, "1", optimizer="Muon")),
         (replace(SWAPPED, optimizer="AMSGrad"), replace(PIPELINED, optimizer="AMSGrad")),
-        (Setup(2, "2", nvme="plain"), SWAPPED),
+        (EngineCase(2, "2", nvme="plain"), SWAPPED),
     ],
     ids=str,
 )
 def test_swapped_states_are_restored_to_and_from_memory(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """ZeRO-1/2 treats "nvme" as "cpu"."""
     skip_without("AsyncIOBuilder", pools)
@@ -254,7 +254,9 @@ def test_swapped_states_are_restored_to_and_from_memory(
     ],
     ids=str,
 )
-def test_a_swapped_run_continues_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+def test_a_swapped_run_continues_bit_for_bit(
+    setup: EngineCase, pools: Pools, tmp_path: Path
+) -> None:
     """Stock DeepSpeed resumes without moments."""
     skip_without("AsyncIOBuilder", pools)
     assert_continues(pools.run, setup, tmp_path)
@@ -281,14 +283,14 @@ def test_missing_swap_files_are_named_on_every_rank(pools: Pools, tmp_path: Path
 @pytest.mark.parametrize(
     ("setup", "states"),
     [
-        (Setup(2, "1", "bf16"), ("hp_params", "lp_params", "optim_states", "lp_grads")),
-        (Setup(2, "2"), ("lp_params", "optim_states")),
-        (Setup(2, "3", "bf16", grouping="one"), ("lp_params", "lp_grads")),
+        (EngineCase(2, "1", "bf16"), ("hp_params", "lp_params", "optim_states", "lp_grads")),
+        (EngineCase(2, "2"), ("lp_params", "optim_states")),
+        (EngineCase(2, "3", "bf16", grouping="one"), ("lp_params", "lp_grads")),
     ],
     ids=str,
 )
 def test_offload_states_does_not_change_a_save_and_a_load_requires_a_reload(
-    setup: Setup, states: tuple[str, ...], pools: Pools, tmp_path: Path
+    setup: EngineCase, states: tuple[str, ...], pools: Pools, tmp_path: Path
 ) -> None:
     found = pools.run(setup.world, partial(save_offloaded, setup, str(tmp_path), states))
     for rank in found:

@@ -21,18 +21,26 @@ from tests.support.checkpoints import (
     found_after_load,
     load,
 )
-from tests.support.engines import DEEPSPEEDS, ODD_SHAPES, Engine, Setup, engine_of, inner_of, train
+from tests.support.engines import (
+    DEEPSPEEDS,
+    ODD_SHAPES,
+    Engine,
+    EngineCase,
+    engine_of,
+    inner_of,
+    train,
+)
 from tests.support.outcome import captured_log
 from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
 
 RUNS = {
-    "2 to 3": (Setup(2, "2"), Setup(3, "3", sub_group=700)),
-    "3 to 1": (Setup(3, "3", "bf16"), Setup(1, "1", "bf16")),
-    "0 to 2": (Setup(3, "0"), Setup(2, "2")),
-    "3 to 0": (Setup(2, "3"), Setup(3, "0")),
-    "0 to 0": (Setup(2, "0", "bf16"), Setup(3, "0", "bf16")),
+    "2 to 3": (EngineCase(2, "2"), EngineCase(3, "3", sub_group=700)),
+    "3 to 1": (EngineCase(3, "3", "bf16"), EngineCase(1, "1", "bf16")),
+    "0 to 2": (EngineCase(3, "0"), EngineCase(2, "2")),
+    "3 to 0": (EngineCase(2, "3"), EngineCase(3, "0")),
+    "0 to 0": (EngineCase(2, "0", "bf16"), EngineCase(3, "0", "bf16")),
 }
 
 STATES = {
@@ -80,7 +88,7 @@ def state_kinds(saved: Saved) -> set[str]:
     ],
 )
 def test_every_state_is_restored_on_another_world_and_stage(
-    name: str, runs: tuple[Setup, Setup], pools: Pools, saved_by: Callable[..., Saved]
+    name: str, runs: tuple[EngineCase, EngineCase], pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     options: dict[str, Any] = {"optimizer": name, "grouping": "one" if name == "Adagrad" else "two"}
     if name in DEEPSPEEDS:
@@ -97,11 +105,11 @@ def test_fused_adam_resumes_the_count_of_each_group(
 ) -> None:
     """In stage 0, it counts on the last parameter of a group only."""
     skip_without("FusedAdamBuilder", pools)
-    saved = saved_by(Setup(3, "0", optimizer="FusedAdam"))
+    saved = saved_by(EngineCase(3, "0", optimizer="FusedAdam"))
     steps = {value for key, value in saved.dump().items() if key.startswith("scalar/step/")}
     assert len(steps) == 1
     assert steps != {"0"}
-    for target in (Setup(2, "3", optimizer="FusedAdam", sub_group=700), Setup(2, "0")):
+    for target in (EngineCase(2, "3", optimizer="FusedAdam", sub_group=700), EngineCase(2, "0")):
         verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
         assert verdict is not None
         if target.optimizer == "FusedAdam":
@@ -146,20 +154,23 @@ def test_adagrad_without_saved_state_is_reset_to_its_start(
 @pytest.mark.parametrize(
     ("setup", "names"),
     [
-        (Setup(2, "1", optimizer="MatrixState"), ("'factors'", "(2, 3)", "OddState")),
-        (Setup(3, "2", optimizer="ShortState"), ("'factors'", "(5,)", "OddState")),
-        (Setup(2, "3", optimizer="MatrixState"), ("'factors'", "(2, 3)", "OddState")),
-        (Setup(2, "2", optimizer="QuantizedState"), ("'factors'", "Quantized", "OddState")),
-        (Setup(2, "2", optimizer="LBFGS"), ("LBFGS", "closure")),
-        (Setup(3, "3", optimizer="SparseAdam"), ("SparseAdam", "sparse gradients")),
-        (Setup(3, "0", optimizer="Adafactor"), ("Adafactor", "stage 0", "factors of each matrix")),
-        (Setup(2, "2", optimizer="Adagrad"), ("Adagrad", "2 parameter groups", "one group")),
-        (Setup(2, "3", optimizer="Adagrad"), ("Adagrad", "2 parameter groups", "one group")),
+        (EngineCase(2, "1", optimizer="MatrixState"), ("'factors'", "(2, 3)", "OddState")),
+        (EngineCase(3, "2", optimizer="ShortState"), ("'factors'", "(5,)", "OddState")),
+        (EngineCase(2, "3", optimizer="MatrixState"), ("'factors'", "(2, 3)", "OddState")),
+        (EngineCase(2, "2", optimizer="QuantizedState"), ("'factors'", "Quantized", "OddState")),
+        (EngineCase(2, "2", optimizer="LBFGS"), ("LBFGS", "closure")),
+        (EngineCase(3, "3", optimizer="SparseAdam"), ("SparseAdam", "sparse gradients")),
+        (
+            EngineCase(3, "0", optimizer="Adafactor"),
+            ("Adafactor", "stage 0", "factors of each matrix"),
+        ),
+        (EngineCase(2, "2", optimizer="Adagrad"), ("Adagrad", "2 parameter groups", "one group")),
+        (EngineCase(2, "3", optimizer="Adagrad"), ("Adagrad", "2 parameter groups", "one group")),
     ],
     ids=str,
 )
 def test_a_state_without_a_rule_is_refused_by_name_at_save(
-    setup: Setup, names: tuple[str, ...], pools: Pools, tmp_path: Path
+    setup: EngineCase, names: tuple[str, ...], pools: Pools, tmp_path: Path
 ) -> None:
     act = Saving(str(tmp_path / "never.ckpt"))
     steps = 1 if setup.optimizer in ODD_SHAPES else 0  # DeepSpeed cannot step with the others.
@@ -189,7 +200,7 @@ def need(name: str) -> None:
 @EACH_OF_OTHERS
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 def test_every_state_of_other_packages_is_restored(
-    name: str, runs: tuple[Setup, Setup], pools: Pools, saved_by: Callable[..., Saved]
+    name: str, runs: tuple[EngineCase, EngineCase], pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     need(name)
     source, target = (replace(run, optimizer=name) for run in runs)
@@ -204,7 +215,7 @@ def test_optimizers_of_other_packages_continue_bit_for_bit(
     name: str, zero: str, pools: Pools, tmp_path: Path
 ) -> None:
     need(name)
-    setup = Setup(2, zero, optimizer=name)
+    setup = EngineCase(2, zero, optimizer=name)
     assert_continues(pools.run, setup, tmp_path)
 
 
@@ -214,7 +225,7 @@ def test_lars_continues_in_stage_0(
     """Its norms are norms of whole parameters."""
     name = "bitsandbytes.optim.PytorchLARS"
     need(name)
-    source, target = (Setup(world, "0", optimizer=name) for world in (2, 3))
+    source, target = (EngineCase(world, "0", optimizer=name) for world in (2, 3))
     saved = saved_by(source)
     assert state_kinds(saved) == {"momentum_buffer"}
     assert_restored(pools.run, target, saved, steps_before=1)
@@ -244,7 +255,7 @@ def test_a_users_optimizer_named_like_torchs_continues_bit_for_bit(
     zero: str, pools: Pools, tmp_path: Path
 ) -> None:
     name = f"{AdamW.__module__}.{AdamW.__name__}"
-    assert_continues(pools.run, Setup(2, zero, optimizer=name), tmp_path)
+    assert_continues(pools.run, EngineCase(2, zero, optimizer=name), tmp_path)
 
 
 @pytest.mark.cases(2)
@@ -255,7 +266,7 @@ def test_an_optimizer_of_the_same_name_in_another_package_is_refused(
     name = "bitsandbytes.optim.AdamW"
     need(name)
     names = ("AdamW", name) if saves_torchs else (name, "AdamW")
-    source, target = (Setup(2, "2", optimizer=each) for each in names)
+    source, target = (EngineCase(2, "2", optimizer=each) for each in names)
     saved = saved_by(source)
     here = "bitsandbytes.AdamW" if saves_torchs else "torch.AdamW"
     message_parts = (f"another package than this run's {here}", "load_optimizer_state=False")
@@ -269,7 +280,7 @@ def norms(engine: Engine) -> list[float]:
     return [float(state["RMS"]) for state in inner_of(engine).state.values()]
 
 
-def adafactor_continued(setup: Setup, folder: str) -> list[Any]:
+def adafactor_continued(setup: EngineCase, folder: str) -> list[Any]:
     """Return the norms and losses of a run, and of resumed ones from both libraries' saves."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
@@ -286,7 +297,7 @@ def adafactor_continued(setup: Setup, folder: str) -> list[Any]:
     return found
 
 
-def adafactor_moved(setup: Setup, path: str) -> tuple[list[float], list[str]]:
+def adafactor_moved(setup: EngineCase, path: str) -> tuple[list[float], list[str]]:
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7) as engine, captured_log("lightning_elastic_zero") as logged:
@@ -294,7 +305,7 @@ def adafactor_moved(setup: Setup, path: str) -> tuple[list[float], list[str]]:
         return norms(engine), [text for text in logged if "RMS" in text]
 
 
-def adafactor_saved(setup: Setup, path: str) -> list[float]:
+def adafactor_saved(setup: EngineCase, path: str) -> list[float]:
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -308,13 +319,13 @@ def test_scalars_of_a_ranks_part_are_restored_on_it(pools: Pools, tmp_path: Path
 
     In ZeRO-3, this part includes padding, which is uninitialized memory in a new run.
     """
-    setup = Setup(2, "2", optimizer=TRANSFORMERS_ADAFACTOR)
+    setup = EngineCase(2, "2", optimizer=TRANSFORMERS_ADAFACTOR)
     of_ranks = pools.run(2, partial(adafactor_continued, setup, str(tmp_path)))
     assert of_ranks[0][0][0] != of_ranks[1][0][0]
     for run, ours, stock in of_ranks:
         assert ours == run
         assert stock == run
-    target = Setup(3, "3", optimizer=TRANSFORMERS_ADAFACTOR, sub_group=700)
+    target = EngineCase(3, "3", optimizer=TRANSFORMERS_ADAFACTOR, sub_group=700)
     moved = pools.run(3, partial(adafactor_moved, target, str(tmp_path / "ours")))
     saved = [norm for each in of_ranks for norm in each[0][0]]
     assert all(norm in saved for values, _ in moved for norm in values)
@@ -324,13 +335,13 @@ def test_scalars_of_a_ranks_part_are_restored_on_it(pools: Pools, tmp_path: Path
 @pytest.mark.parametrize(
     ("setup", "target"),
     [
-        (Setup(2, "2"), Setup(2, "3", sub_group=700)),
-        (Setup(1, "3", sub_group=700), Setup(1, "3")),
+        (EngineCase(2, "2"), EngineCase(2, "3", sub_group=700)),
+        (EngineCase(1, "3", sub_group=700), EngineCase(1, "3")),
     ],
     ids=str,
 )
 def test_scalars_of_other_parts_are_replaced_with_a_warning(
-    setup: Setup, target: Setup, pools: Pools, tmp_path: Path
+    setup: EngineCase, target: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
     """They differ between the flat buffers of one rank, too."""
     setup, target = (replace(each, optimizer=TRANSFORMERS_ADAFACTOR) for each in (setup, target))

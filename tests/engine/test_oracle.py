@@ -14,7 +14,7 @@ from torch import distributed
 
 from tests.support import engines, oracle
 from tests.support.checkpoints import STEPS, Saved, fresh
-from tests.support.engines import UNTRAINED, Engine, Setup, engine_of, train, trained
+from tests.support.engines import UNTRAINED, Engine, EngineCase, engine_of, train, trained
 from tests.support.oracle import (
     PADDING,
     Dump,
@@ -27,7 +27,7 @@ from tests.support.oracle import (
 from tests.support.ranks import Pools
 
 
-def flipped_bits_found(setup: Setup) -> dict[str, tuple[dict[str, int], list[str]]] | None:
+def flipped_bits_found(setup: EngineCase) -> dict[str, tuple[dict[str, int], list[str]]] | None:
     """Flip a bit in a buffer on the last rank; return the oracle's findings."""
     found: dict[str, tuple[dict[str, int], list[str]]] = {}
     with engine_of(setup, 0) as engine:
@@ -44,7 +44,7 @@ def flipped_bits_found(setup: Setup) -> dict[str, tuple[dict[str, int], list[str
     return found or None
 
 
-def _some_element(engine: Engine, setup: Setup) -> tuple[torch.Tensor, int]:
+def _some_element(engine: Engine, setup: EngineCase) -> tuple[torch.Tensor, int]:
     for flat, places in zip(flat_buffers(engine, setup), positions(setup), strict=True):
         held = (places != PADDING).nonzero()
         if len(held):
@@ -61,7 +61,7 @@ def _flip_lowest_bit(tensor: torch.Tensor, place: int) -> None:
 Values: TypeAlias = "dict[str, list[float]]"
 
 
-def public_values(setup: Setup) -> tuple[Values, Values]:
+def public_values(setup: EngineCase) -> tuple[Values, Values]:
     """Return the oracle's values of a trained run, and those of DeepSpeed's public functions."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -84,10 +84,10 @@ def public_values(setup: Setup) -> tuple[Values, Values]:
 pytestmark = pytest.mark.engine
 
 RUNS = (
-    Setup(2, "1"),
-    Setup(3, "2", "bf16", alignment=True),
-    Setup(4, "3", sub_group=700),
-    Setup(2, "B", "bf16"),
+    EngineCase(2, "1"),
+    EngineCase(3, "2", "bf16", alignment=True),
+    EngineCase(4, "3", sub_group=700),
+    EngineCase(2, "B", "bf16"),
 )
 
 
@@ -101,10 +101,10 @@ def must_differ(saved: Dump) -> set[str]:
     return differing - {f"exp_avg/{UNTRAINED}", f"exp_avg_sq/{UNTRAINED}"}
 
 
-@pytest.mark.parametrize("setup", [*RUNS, Setup(3, "0")], ids=str)
+@pytest.mark.parametrize("setup", [*RUNS, EngineCase(3, "0")], ids=str)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_run_that_loaded_nothing_differs_everywhere(
-    setup: Setup, steps: int, pools: Pools, saved_by: Callable[..., Saved]
+    setup: EngineCase, steps: int, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(setup)
     verdict = pools.run(setup.world, partial(fresh, setup, saved, steps=steps))[0]
@@ -113,7 +113,7 @@ def test_a_run_that_loaded_nothing_differs_everywhere(
 
 
 @pytest.mark.parametrize("setup", RUNS, ids=str)
-def test_one_flipped_bit_on_one_rank_is_found_and_named(setup: Setup, pools: Pools) -> None:
+def test_one_flipped_bit_on_one_rank_is_found_and_named(setup: EngineCase, pools: Pools) -> None:
     found = pools.run(setup.world, partial(flipped_bits_found, setup))[0]
     assert found is not None
     for kind, (differing, rounded_off) in found.items():
@@ -123,7 +123,7 @@ def test_one_flipped_bit_on_one_rank_is_found_and_named(setup: Setup, pools: Poo
 
 
 @pytest.mark.parametrize("setup", RUNS, ids=str)
-def test_the_oracle_agrees_with_safe_get_full(setup: Setup, pools: Pools) -> None:
+def test_the_oracle_agrees_with_safe_get_full(setup: EngineCase, pools: Pools) -> None:
     ours, theirs = pools.run(setup.world, partial(public_values, setup))[0]
     assert ours
     assert theirs == ours

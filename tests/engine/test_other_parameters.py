@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Loading, Saved, refusal
-from tests.support.engines import Setup, engine_of, train
+from tests.support.engines import EngineCase, engine_of, train
 from tests.support.oracle import Dump, differences, expected_in
 from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
@@ -20,10 +20,10 @@ from tests.support.ranks import Pools
 pytestmark = pytest.mark.engine
 
 RUNS = [
-    (Setup(2, "2"), Setup(3, "3", sub_group=700)),
-    (Setup(3, "3", "bf16", sub_group=700), Setup(2, "1", "bf16")),
-    (Setup(2, "B", "bf16"), Setup(3, "2", "bf16")),
-    (Setup(2, "1"), Setup(1, "3", sub_group=300)),
+    (EngineCase(2, "2"), EngineCase(3, "3", sub_group=700)),
+    (EngineCase(3, "3", "bf16", sub_group=700), EngineCase(2, "1", "bf16")),
+    (EngineCase(2, "B", "bf16"), EngineCase(3, "2", "bf16")),
+    (EngineCase(2, "1"), EngineCase(1, "3", sub_group=300)),
 ]
 """Source and target; the target trains another set of parameters."""
 
@@ -34,7 +34,7 @@ GONE = ("b.weight", "b.bias")
 STATES = ("exp_avg", "exp_avg_sq")
 
 
-def loaded(setup: Setup, saved: Saved, steps_before: int) -> tuple[Any, ...] | None:
+def loaded(setup: EngineCase, saved: Saved, steps_before: int) -> tuple[Any, ...] | None:
     """Load leniently; return the state before, after, and a step later, and the warnings."""
     from lightning_elastic_zero.api import load_checkpoint
     from tests.support.oracle import dump
@@ -64,8 +64,8 @@ def without(found: Dump, *names: str) -> Dump:
 @pytest.mark.parametrize("grouping", ["two", "new apart"])
 @pytest.mark.parametrize(("source", "target"), RUNS, ids=str)
 def test_known_parameters_are_restored_and_others_cause_a_warning(
-    source: Setup,
-    target: Setup,
+    source: EngineCase,
+    target: EngineCase,
     grouping: str,
     steps_before: int,
     pools: Pools,
@@ -94,7 +94,7 @@ def test_known_parameters_are_restored_and_others_cause_a_warning(
     _assert_groups(wanted, before, after, apart=grouping == "new apart")
 
 
-def _assert_unfrozen(wanted: Dump, after: Dump, here: Setup) -> None:
+def _assert_unfrozen(wanted: Dump, after: Dump, here: EngineCase) -> None:
     for name in THAWED:
         assert torch.equal(after[f"master/{name}"], wanted[f"frozen/{name}"].float())
         assert torch.equal(after[f"weight/{name}"], wanted[f"frozen/{name}"])

@@ -16,14 +16,14 @@ from lightning_elastic_zero.core.partition import (
     zero_layout,
 )
 from lightning_elastic_zero.errors import UnsupportedError
-from tests.support.engines import Engine, Setup, engine_of, group_members, trained
+from tests.support.engines import Engine, EngineCase, engine_of, group_members, trained
 from tests.support.oracle import PADDING, positions
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
 
 
-def observed(setup: Setup) -> list[list[list[int]]]:
+def observed(setup: EngineCase) -> list[list[list[int]]]:
     """Return the element numbers in each flat buffer, by rank."""
     of_ranks: list[list[list[int]]] = [[] for _ in range(setup.world)]
     mine = [places.tolist() for places in positions(setup)]
@@ -31,7 +31,7 @@ def observed(setup: Setup) -> list[list[list[int]]]:
     return of_ranks
 
 
-def predicted(setup: Setup) -> list[list[list[int]]]:
+def predicted(setup: EngineCase) -> list[list[list[int]]]:
     """Compute the same from names, sizes and the configuration only."""
     model = setup.model(0)
     parameters = trained(model)
@@ -57,7 +57,7 @@ def predicted(setup: Setup) -> list[list[list[int]]]:
     return of_ranks
 
 
-def _contiguous(setup: Setup, group: int, table: list[tuple[str, int]]) -> list[FlatBuffer]:
+def _contiguous(setup: EngineCase, group: int, table: list[tuple[str, int]]) -> list[FlatBuffer]:
     order = round_robin_order(len(table), setup.world) if setup.round_robin else range(len(table))
     names, numels = zip(*[table[i] for i in order], strict=True)
     itemsize = setup.dtype.itemsize
@@ -69,7 +69,7 @@ def _contiguous(setup: Setup, group: int, table: list[tuple[str, int]]) -> list[
     return [FlatBuffer(group, names, numels, paddings, partition)]
 
 
-def _sub_grouped(setup: Setup, group: int, table: list[tuple[str, int]]) -> list[FlatBuffer]:
+def _sub_grouped(setup: EngineCase, group: int, table: list[tuple[str, int]]) -> list[FlatBuffer]:
     cuts: list[list[tuple[str, int]]] = [[]]
     for row in table:
         # A sub-group is closed once its pieces reach the limit.
@@ -79,7 +79,7 @@ def _sub_grouped(setup: Setup, group: int, table: list[tuple[str, int]]) -> list
     return [FlatBuffer(group, tuple(n for n, _ in c), tuple(n for _, n in c)) for c in cuts]
 
 
-def _numel_on_rank(setup: Setup, buffer: FlatBuffer) -> int:
+def _numel_on_rank(setup: EngineCase, buffer: FlatBuffer) -> int:
     if setup.stage == 3:
         return sum(-(-numel // setup.world) for numel in buffer.numels)
     return buffer.partition_numel
@@ -89,25 +89,25 @@ def _numel_on_rank(setup: Setup, buffer: FlatBuffer) -> int:
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(1, "1"),
-        Setup(1, "2", round_robin=True, alignment=True, empty=True),
-        Setup(1, "2", "bf16", round_robin=True, alignment=True),
-        Setup(1, "1", "bf16", offload=True, grouping="three"),
-        Setup(1, "B", "bf16"),
-        Setup(1, "3"),
-        Setup(1, "3", "bf16", sub_group=700),
-        Setup(1, "3", sub_group=1, grouping="one"),
+        EngineCase(1, "1"),
+        EngineCase(1, "2", round_robin=True, alignment=True, empty=True),
+        EngineCase(1, "2", "bf16", round_robin=True, alignment=True),
+        EngineCase(1, "1", "bf16", offload=True, grouping="three"),
+        EngineCase(1, "B", "bf16"),
+        EngineCase(1, "3"),
+        EngineCase(1, "3", "bf16", sub_group=700),
+        EngineCase(1, "3", sub_group=1, grouping="one"),
     ],
     ids=str,
 )
 def test_the_rules_predict_each_element_of_each_flat_buffer(
-    setup: Setup, world: int, pools: Pools
+    setup: EngineCase, world: int, pools: Pools
 ) -> None:
-    setup = Setup(**{**vars(setup), "world": world})
+    setup = EngineCase(**{**vars(setup), "world": world})
     assert pools.run(world, partial(observed, setup))[0] == predicted(setup)
 
 
-def refusals(setup: Setup) -> dict[str, str]:
+def refusals(setup: EngineCase) -> dict[str, str]:
     """Change the engine's tables of its flat buffers; return the errors of checks."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
@@ -133,7 +133,7 @@ def refusals(setup: Setup) -> dict[str, str]:
     return errors
 
 
-def move_weight(setup: Setup) -> tuple[str, str]:
+def move_weight(setup: EngineCase) -> tuple[str, str]:
     """Move a weight in memory; return the errors of a save, with and without recorded places."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
@@ -151,15 +151,15 @@ def move_weight(setup: Setup) -> tuple[str, str]:
         return save_error(places_checked=True), save_error(places_checked=False)
 
 
-@pytest.mark.parametrize("setup", [Setup(1, "1"), Setup(1, "2", "bf16")], ids=str)
-def test_a_moved_weight_does_not_move_its_master(setup: Setup, pools: Pools) -> None:
+@pytest.mark.parametrize("setup", [EngineCase(1, "1"), EngineCase(1, "2", "bf16")], ids=str)
+def test_a_moved_weight_does_not_move_its_master(setup: EngineCase, pools: Pools) -> None:
     """A save without recorded places is refused."""
     ((after_setup, without),) = pools.run(1, partial(move_weight, setup))
     assert after_setup == ""
     assert ".data" in without
 
 
-def _changes(optimizer: Engine, setup: Setup) -> dict[str, tuple[Any, Any, Any]]:
+def _changes(optimizer: Engine, setup: EngineCase) -> dict[str, tuple[Any, Any, Any]]:
     """Return possible differences in other DeepSpeed releases: holder, key and other value."""
     of_stage = {"3": "fp16_groups", "B": "bf16_groups"}
     groups = getattr(optimizer, of_stage.get(setup.zero, "round_robin_bit16_groups"))
@@ -182,14 +182,16 @@ def _changes(optimizer: Engine, setup: Setup) -> dict[str, tuple[Any, Any, Any]]
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(2, "1", alignment=True),
-        Setup(3, "2", "bf16", grouping="one"),
-        Setup(2, "B", "bf16"),
-        Setup(2, "3", "bf16"),
+        EngineCase(2, "1", alignment=True),
+        EngineCase(3, "2", "bf16", grouping="one"),
+        EngineCase(2, "B", "bf16"),
+        EngineCase(2, "3", "bf16"),
     ],
     ids=str,
 )
-def test_a_layout_unlike_that_of_the_live_weights_is_refused(setup: Setup, pools: Pools) -> None:
+def test_a_layout_unlike_that_of_the_live_weights_is_refused(
+    setup: EngineCase, pools: Pools
+) -> None:
     """The computed order, alignment, padding and cuts are compared with the live weights."""
     for errors in pools.run(setup.world, partial(refusals, setup)):
         assert errors

@@ -12,11 +12,11 @@ from functools import partial
 import pytest
 
 from tests.support.checkpoints import Saved, assert_restored
-from tests.support.engines import Setup, engine_of, train
+from tests.support.engines import EngineCase, engine_of, train
 from tests.support.ranks import Pools
 
 
-def refused_by_deepspeed(setup: Setup) -> tuple[bool, str]:
+def refused_by_deepspeed(setup: EngineCase) -> tuple[bool, str]:
     """Make an engine and train a step; return whether it was made, and the error."""
     made = False
     try:
@@ -30,21 +30,21 @@ def refused_by_deepspeed(setup: Setup) -> tuple[bool, str]:
 
 pytestmark = pytest.mark.engine
 
-ALONE = Setup(1, "3", quantized="gradients")
+ALONE = EngineCase(1, "3", quantized="gradients")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "target", "steps"),
     [
-        (Setup(3, "2"), ALONE, 1),
-        (ALONE, Setup(2, "3", sub_group=700), 1),
-        (Setup(3, "1"), Setup(2, "3", quantized="gradients"), 0),
+        (EngineCase(3, "2"), ALONE, 1),
+        (ALONE, EngineCase(2, "3", sub_group=700), 1),
+        (EngineCase(3, "1"), EngineCase(2, "3", quantized="gradients"), 0),
     ],
     ids=str,
 )
 def test_quantized_gradients_do_not_change_a_checkpoint(
-    source: Setup, target: Setup, steps: int, pools: Pools, saved_by: Callable[..., Saved]
+    source: EngineCase, target: EngineCase, steps: int, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     assert_restored(pools.run, target, saved_by(source), steps_before=steps)
 
@@ -52,5 +52,5 @@ def test_quantized_gradients_do_not_change_a_checkpoint(
 @pytest.mark.long
 @pytest.mark.parametrize(("what", "made"), [("weights", False), ("gradients", True)])
 def test_deepspeed_refuses_quantized_weights_on_a_cpu(what: str, made: bool, pools: Pools) -> None:
-    refused = pools.run(2, partial(refused_by_deepspeed, Setup(2, "3", quantized=what)))
+    refused = pools.run(2, partial(refused_by_deepspeed, EngineCase(2, "3", quantized=what)))
     assert all(found == made and "not been implemented on CPU" in error for found, error in refused)

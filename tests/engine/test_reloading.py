@@ -29,7 +29,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.engines import (
     Engine,
-    Setup,
+    EngineCase,
     batch,
     engine_of,
     inner_of,
@@ -83,7 +83,7 @@ def change_nothing(_: Engine, __: str) -> None:
     """Leave the state as it is."""
 
 
-def changed_during_save(setup: Setup, folder: str, change: Change) -> list[str]:
+def changed_during_save(setup: EngineCase, folder: str, change: Change) -> list[str]:
     """Change the state before a background save writes; return the files that differ."""
     from lightning_elastic_zero.checkpoint.manager import CheckpointManager
     from lightning_elastic_zero.checkpoint.types import SaveRequest
@@ -120,7 +120,7 @@ WINDOWS = 2
 """Accumulation windows before and after the save."""
 
 
-def within_window(setup: Setup, saved: Saved) -> Continued:
+def within_window(setup: EngineCase, saved: Saved) -> Continued:
     """Continue after a save, and after a load that interrupts a window of another run."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -149,7 +149,7 @@ class Evaluations:
     loaded: float
 
 
-def evaluated(source: Setup, target: Setup, saved: Saved) -> Evaluations:
+def evaluated(source: EngineCase, target: EngineCase, saved: Saved) -> Evaluations:
     import deepspeed
     from deepspeed.utils import groups
 
@@ -174,7 +174,7 @@ def evaluated(source: Setup, target: Setup, saved: Saved) -> Evaluations:
     return Evaluations(untrained, at_save, loaded)
 
 
-def loss_of(engine: Engine, setup: Setup) -> float:
+def loss_of(engine: Engine, setup: EngineCase) -> float:
     engine.eval()
     x, y = batch(500, distributed.get_rank(), setup.world)
     with torch.no_grad():
@@ -206,7 +206,7 @@ class FailingDisk:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def interrupted_load(setup: Setup, path: str) -> InterruptedLoad:
+def interrupted_load(setup: EngineCase, path: str) -> InterruptedLoad:
     """Load into a run; the disk of rank 0 fails after all other data was received.
 
     Before, the run is restored from this checkpoint and trained a step, without weight decay for
@@ -224,7 +224,7 @@ def interrupted_load(setup: Setup, path: str) -> InterruptedLoad:
         return _interrupted(engine, setup, path, disk)
 
 
-def interrupted_first_load(setup: Setup, path: str) -> InterruptedLoad:
+def interrupted_first_load(setup: EngineCase, path: str) -> InterruptedLoad:
     """Load into a new engine, which has no optimizer state yet; its disk fails as above."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -238,7 +238,9 @@ def interrupted_first_load(setup: Setup, path: str) -> InterruptedLoad:
     return found
 
 
-def _interrupted(engine: Engine, setup: Setup, path: str, disk: FailingDisk) -> InterruptedLoad:
+def _interrupted(
+    engine: Engine, setup: EngineCase, path: str, disk: FailingDisk
+) -> InterruptedLoad:
     from lightning_elastic_zero.api import load_checkpoint
 
     before = dump(engine, setup)
@@ -278,7 +280,7 @@ class Held:
     """States that differ after a load over bf16 states."""
 
 
-def loaded_over(setup: Setup, saved: Saved, loads: int) -> Held:
+def loaded_over(setup: EngineCase, saved: Saved, loads: int) -> Held:
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7, tilt=3.0) as engine:
@@ -340,24 +342,24 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize(
     ("setup", "change"),
     [
-        pytest.param(Setup(2, "1"), load_public, marks=pytest.mark.essential),
-        (Setup(2, "1"), set_masters),
-        (Setup(2, "3"), set_masters),
-        (Setup(2, "3"), set_local_states),
-        (Setup(2, "0"), load_public),
+        pytest.param(EngineCase(2, "1"), load_public, marks=pytest.mark.essential),
+        (EngineCase(2, "1"), set_masters),
+        (EngineCase(2, "3"), set_masters),
+        (EngineCase(2, "3"), set_local_states),
+        (EngineCase(2, "0"), load_public),
     ],
 )
 def test_a_background_save_has_the_state_of_the_call(
-    setup: Setup, change: Change, pools: Pools, tmp_path: Path
+    setup: EngineCase, change: Change, pools: Pools, tmp_path: Path
 ) -> None:
     """Changes by user code and by a load come too late."""
     program = partial(changed_during_save, setup, str(tmp_path), change)
     assert not any(pools.run(setup.world, program))
 
 
-PARTLY = Setup(2, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700)
-SWAPPED = Setup(2, "3", nvme="plain", sub_group=1500)
-PIPELINED = Setup(2, "3", nvme="pipelined", sub_group=700)
+PARTLY = EngineCase(2, "3", offload=True, ratio=0.5, optimizer="CPUAdam", sub_group=700)
+SWAPPED = EngineCase(2, "3", nvme="plain", sub_group=1500)
+PIPELINED = EngineCase(2, "3", nvme="pipelined", sub_group=700)
 
 
 @pytest.mark.long
@@ -370,7 +372,7 @@ def test_a_background_save_of_two_optimizers_has_the_state_of_the_call(
     assert not any(pools.run(PARTLY.world, program))
 
 
-def saved_despite_async(setup: Setup, folder: str) -> tuple[list[bool], list[str]]:
+def saved_despite_async(setup: EngineCase, folder: str) -> tuple[list[bool], list[str]]:
     """Ask for two saves in the background; return whether they began, and the warnings."""
     from lightning_elastic_zero.checkpoint.manager import CheckpointManager
     from lightning_elastic_zero.checkpoint.types import SaveRequest
@@ -393,7 +395,9 @@ def saved_despite_async(setup: Setup, folder: str) -> tuple[list[bool], list[str
 
 @pytest.mark.long
 @pytest.mark.parametrize("setup", [SWAPPED, PIPELINED], ids=str)
-def test_state_in_files_is_saved_synchronously(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+def test_state_in_files_is_saved_synchronously(
+    setup: EngineCase, pools: Pools, tmp_path: Path
+) -> None:
     """The caller saves while training waits; rank 0 says why, once."""
     skip_without("AsyncIOBuilder", pools)
     (saves, (message,)), *others = pools.run(
@@ -404,7 +408,7 @@ def test_state_in_files_is_saved_synchronously(setup: Setup, pools: Pools, tmp_p
     assert all(other == ([False, False], []) for other in others)
 
 
-HPZ = Setup(4, "3", hpz=2, persistence=100)
+HPZ = EngineCase(4, "3", hpz=2, persistence=100)
 
 
 @pytest.mark.long
@@ -420,7 +424,7 @@ def test_training_does_not_use_stale_second_copies_of_frozen_weights(
 def test_evaluation_does_not_use_stale_second_copies(
     precision: str, pools: Pools, tmp_path: Path
 ) -> None:
-    setup = Setup(4, "3", precision, hpz=2, persistence=100)
+    setup = EngineCase(4, "3", precision, hpz=2, persistence=100)
     saved = Saved(setup, str(tmp_path / "hpz.ckpt"))
     for rank, found in enumerate(pools.run(setup.world, partial(evaluated, setup, setup, saved))):
         print(f"rank {rank}: {found}")
@@ -431,20 +435,20 @@ def test_evaluation_does_not_use_stale_second_copies(
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(2, "1", accumulation=2),
-        Setup(2, "1", "bf16", accumulation=2),
-        Setup(2, "2", accumulation=2),
-        Setup(2, "2", "bf16", accumulation=3, offload=True),
-        Setup(2, "3", accumulation=2, sub_group=700),
-        Setup(2, "3", "bf16", accumulation=3, offload=True),
-        Setup(2, "B", "bf16", accumulation=2),
-        Setup(2, "0", accumulation=2),
-        Setup(2, "0", "bf16", accumulation=3),
+        EngineCase(2, "1", accumulation=2),
+        EngineCase(2, "1", "bf16", accumulation=2),
+        EngineCase(2, "2", accumulation=2),
+        EngineCase(2, "2", "bf16", accumulation=3, offload=True),
+        EngineCase(2, "3", accumulation=2, sub_group=700),
+        EngineCase(2, "3", "bf16", accumulation=3, offload=True),
+        EngineCase(2, "B", "bf16", accumulation=2),
+        EngineCase(2, "0", accumulation=2),
+        EngineCase(2, "0", "bf16", accumulation=3),
     ],
     ids=str,
 )
 def test_a_load_drops_the_gradients_of_the_interrupted_window(
-    setup: Setup, pools: Pools, tmp_path: Path
+    setup: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
     assert_continues(pools.run, setup, tmp_path, within_window)
 
@@ -453,16 +457,16 @@ def test_a_load_drops_the_gradients_of_the_interrupted_window(
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(2, "1"),
-        Setup(2, "2", "bf16", offload=True),
-        Setup(2, "3", sub_group=700),
-        Setup(2, "B", "bf16"),
-        Setup(2, "0"),
+        EngineCase(2, "1"),
+        EngineCase(2, "2", "bf16", offload=True),
+        EngineCase(2, "3", sub_group=700),
+        EngineCase(2, "B", "bf16"),
+        EngineCase(2, "0"),
     ],
     ids=str,
 )
 def test_a_load_over_live_state_reuses_its_memory(
-    setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    setup: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """States of another type free their memory; states missing in the checkpoint are removed."""
     saved, stateless = saved_by(setup), saved_by(setup, steps=0)
@@ -477,15 +481,15 @@ def test_a_load_over_live_state_reuses_its_memory(
 @pytest.mark.parametrize(
     ("setup", "steps"),
     [
-        (Setup(2, "2"), 3),
-        (Setup(2, "2", "bf16"), 0),
-        (Setup(2, "0"), 3),
-        (Setup(2, "0", "bf16"), 3),
+        (EngineCase(2, "2"), 3),
+        (EngineCase(2, "2", "bf16"), 0),
+        (EngineCase(2, "0"), 3),
+        (EngineCase(2, "0", "bf16"), 3),
     ],
     ids=str,
 )
 def test_an_interrupted_load_leaves_the_run_unchanged(
-    setup: Setup, steps: int, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
+    setup: EngineCase, steps: int, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
     """In bf16, masters are received in other memory if some are not rounded weights."""
     checkpoint = copied(saved_by(setup, steps=steps).path, tmp_path)
@@ -498,16 +502,16 @@ def test_an_interrupted_load_leaves_the_run_unchanged(
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(2, "0"),
-        Setup(2, "2"),
-        Setup(2, "3"),
-        Setup(2, "1", "bf16", offload=True),
-        Setup(2, "3", "bf16"),
+        EngineCase(2, "0"),
+        EngineCase(2, "2"),
+        EngineCase(2, "3"),
+        EngineCase(2, "1", "bf16", offload=True),
+        EngineCase(2, "3", "bf16"),
     ],
     ids=str,
 )
 def test_an_interrupted_load_leaves_a_new_engine_as_it_was(
-    setup: Setup, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
+    setup: EngineCase, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
     """Masters are received in place, and rebuilt from the weights."""
     checkpoint = copied(saved_by(setup, steps=3).path, tmp_path)

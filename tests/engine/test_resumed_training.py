@@ -16,7 +16,7 @@ from tests.support.checkpoints import (
     resumed_masters,
     uninterrupted_masters,
 )
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
@@ -25,36 +25,42 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(2, "1"),
-        Setup(3, "2", "bf16", round_robin=True),
-        Setup(2, "2", offload=True, alignment=True),
-        Setup(3, "3", sub_group=700),
-        Setup(2, "3", "bf16", persistence=100),
-        Setup(2, "3", "bf16", offload=True, optimizer="RMSprop"),
-        Setup(3, "B", "bf16"),
-        Setup(3, "0"),
-        Setup(2, "0", "bf16", optimizer="Momentum"),
+        EngineCase(2, "1"),
+        EngineCase(3, "2", "bf16", round_robin=True),
+        EngineCase(2, "2", offload=True, alignment=True),
+        EngineCase(3, "3", sub_group=700),
+        EngineCase(2, "3", "bf16", persistence=100),
+        EngineCase(2, "3", "bf16", offload=True, optimizer="RMSprop"),
+        EngineCase(3, "B", "bf16"),
+        EngineCase(3, "0"),
+        EngineCase(2, "0", "bf16", optimizer="Momentum"),
     ],
     ids=str,
 )
-def test_the_same_world_continues_bit_for_bit(setup: Setup, pools: Pools, tmp_path: Path) -> None:
+def test_the_same_world_continues_bit_for_bit(
+    setup: EngineCase, pools: Pools, tmp_path: Path
+) -> None:
     assert_continues(pools.run, setup, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (Setup(2, "2"), Setup(3, "2")),
-        (Setup(4, "3", sub_group=700), Setup(2, "3", sub_group=700)),
-        (Setup(3, "1", "bf16"), Setup(1, "3", "bf16")),
-        (Setup(2, "0"), Setup(3, "0")),
-        (Setup(3, "0"), Setup(2, "1")),
-        (Setup(2, "3"), Setup(3, "0")),
+        (EngineCase(2, "2"), EngineCase(3, "2")),
+        (EngineCase(4, "3", sub_group=700), EngineCase(2, "3", sub_group=700)),
+        (EngineCase(3, "1", "bf16"), EngineCase(1, "3", "bf16")),
+        (EngineCase(2, "0"), EngineCase(3, "0")),
+        (EngineCase(3, "0"), EngineCase(2, "1")),
+        (EngineCase(2, "3"), EngineCase(3, "0")),
     ],
     ids=str,
 )
 def test_another_world_continues_up_to_the_order_of_sums(
-    source: Setup, target: Setup, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
+    source: EngineCase,
+    target: EngineCase,
+    pools: Pools,
+    saved_by: Callable[..., Saved],
+    tmp_path: Path,
 ) -> None:
     """A run that was given the restored state is equal; others differ by the order of sums."""
     source, target = (

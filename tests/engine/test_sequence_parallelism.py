@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import distributed, nn
 
 from tests.support.checkpoints import compare_states
-from tests.support.engines import GLOBAL_BATCH, Engine, Setup, make_optimizer
+from tests.support.engines import GLOBAL_BATCH, Engine, EngineCase, make_optimizer
 from tests.support.oracle import Dump, dump, expected_in
 from tests.support.ranks import Pools
 
@@ -54,27 +53,17 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class SequenceSetup(Setup):
-    """A run on data ranks times sequence ranks."""
+def attention(case: EngineCase, seed: int) -> nn.Module:
+    return Attention(seed, case.sequence)
 
-    sequence: int = 1
-    grouping: str = "one"
 
-    def model(self, seed: int) -> nn.Module:  # type: ignore[override]
-        return Attention(seed, self.sequence)
-
-    def twin(self) -> SequenceSetup:
-        """Return the setup without sequence ranks and with the same layout of flat buffers."""
-        return replace(self, optimizer="SGD", sequence=1)
-
-    @property
-    def buffers_kept(self) -> tuple[str, ...]:
-        return ()
+def over(world: int, zero: str, sequence: int = 1) -> EngineCase:
+    """Return a case on data ranks times sequence ranks."""
+    return EngineCase(world, zero, sequence=sequence, grouping="one", net=attention)
 
 
 @contextmanager
-def engine_over(setup: SequenceSetup, seed: int, *, mesh: bool = False) -> Iterator[Engine]:
+def engine_over(setup: EngineCase, seed: int, *, mesh: bool = False) -> Iterator[Engine]:
     """Make an engine; reset DeepSpeed's global state at the end."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -102,7 +91,7 @@ def engine_over(setup: SequenceSetup, seed: int, *, mesh: bool = False) -> Itera
         parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
 
 
-def train_over(engine: Engine, setup: SequenceSetup, first: int, last: int) -> list[float]:
+def train_over(engine: Engine, setup: EngineCase, first: int, last: int) -> list[float]:
     """Train on this rank's part of the batch and of its sequences."""
     rank, losses = distributed.get_rank(), []
     at, part = divmod(rank, setup.sequence)
@@ -120,9 +109,7 @@ def train_over(engine: Engine, setup: SequenceSetup, first: int, last: int) -> l
     return losses
 
 
-def continued_over(
-    setup: SequenceSetup, path: str, *, saves: bool
-) -> tuple[Dump, list[float]] | None:
+def continued_over(setup: EngineCase, path: str, *, saves: bool) -> tuple[Dump, list[float]] | None:
     """Train and save, or load into another run; return the state and the following losses."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
@@ -140,14 +127,14 @@ def continued_over(
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (SequenceSetup(4, "2", sequence=2), SequenceSetup(3, "3")),
-        (SequenceSetup(3, "3"), SequenceSetup(4, "3", sequence=2)),
-        (SequenceSetup(4, "3", sequence=2), SequenceSetup(2, "1", sequence=2)),
+        (over(4, "2", 2), over(3, "3")),
+        (over(3, "3"), over(4, "3", 2)),
+        (over(4, "3", 2), over(2, "1", 2)),
     ],
     ids=str,
 )
 def test_sequence_ranks_restore_on_other_data_and_sequence_ranks(
-    source: SequenceSetup, target: SequenceSetup, pools: Pools, tmp_path: Path
+    source: EngineCase, target: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "a.ckpt")
     saved = pools.run(source.world, partial(continued_over, source, path, saves=True))[0]
@@ -164,7 +151,7 @@ def integer_counts(held: Dump) -> Dump:
     return {k: str(int(float(v))) if k.startswith("counter/") else v for k, v in held.items()}
 
 
-def refused_over(setup: SequenceSetup, path: str) -> str:
+def refused_over(setup: EngineCase, path: str) -> str:
     from lightning_elastic_zero.api import save_checkpoint
     from lightning_elastic_zero.errors import UnsupportedError
 
@@ -177,7 +164,7 @@ def refused_over(setup: SequenceSetup, path: str) -> str:
 
 
 def test_a_mesh_with_copies_on_sequence_ranks_is_refused(pools: Pools, tmp_path: Path) -> None:
-    setup = SequenceSetup(4, "2", sequence=2)
+    setup = over(4, "2", 2)
     for refused in pools.run(4, partial(refused_over, setup, str(tmp_path / "a.ckpt"))):
         assert "ZeRO over 2 of 4 ranks" in refused
         assert "get_sequence_data_parallel_group" in refused

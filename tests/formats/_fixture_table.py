@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 
 NEWEST = "0.19"
 RELEASES = ("0.16", "0.17", "0.18", NEWEST)
@@ -16,7 +16,7 @@ PR_8031 = "0.19.2+pr8031"
 @dataclass(frozen=True)
 class FixtureRow:
     name: str
-    setup: Setup
+    setup: EngineCase
     shows: str
     """The property that a reader must handle."""
     release: str = NEWEST
@@ -42,9 +42,9 @@ def small(
     precision: str = "bf16",
     grouping: str = "one",
     **options: Any,
-) -> Setup:
+) -> EngineCase:
     """Return a setup with small checkpoints, and the same loss in every world."""
-    base = Setup(world, zero, precision, grouping=grouping, hidden=5, steady=True)
+    base = EngineCase(world, zero, precision, grouping=grouping, hidden=5, steady=True)
     return replace(base, **options)
 
 

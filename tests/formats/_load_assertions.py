@@ -10,7 +10,7 @@ from typing import Any
 from tests.formats._restore_programs import Case, Outcome, restore
 from tests.formats._torch_writers import Run
 from tests.support.checkpoints import Loading, Refusal, Saved, found_after_load, refusal
-from tests.support.engines import Setup, engine_of, train
+from tests.support.engines import EngineCase, engine_of, train
 from tests.support.foreign_checkpoints import Fixture
 from tests.support.oracle import Dump, differences, dump
 from tests.support.outcome import captured_log
@@ -18,9 +18,9 @@ from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools
 
 TARGETS = (
-    Setup(1, "2", bucket=5000),
-    Setup(2, "3", bucket=5000, sub_group=700),
-    Setup(3, "1", bucket=5000, round_robin=True),
+    EngineCase(1, "2", bucket=5000),
+    EngineCase(2, "3", bucket=5000, sub_group=700),
+    EngineCase(3, "1", bucket=5000, round_robin=True),
 )
 """One, two and three devices, and all stages; no tensor can be divided by three."""
 
@@ -32,11 +32,11 @@ def as_fixture(run: Run) -> Fixture:
     truth = folder / "truth.pt"
     if not truth.exists():
         truth.symlink_to(run.truth_path)
-    return Fixture(folder, Setup(1), {"steps": run.steps})
+    return Fixture(folder, EngineCase(1), {"steps": run.steps})
 
 
 def assert_restored(
-    pools: Pools, run: Run, target: Setup, client_state: dict[str, Any], **changes: Any
+    pools: Pools, run: Run, target: EngineCase, client_state: dict[str, Any], **changes: Any
 ) -> None:
     """Assert that a load restores the state of the writer, bit for bit."""
     case = Case(
@@ -57,7 +57,7 @@ def restored(pools: Pools, case: Case) -> Outcome:
     return outcome
 
 
-def around_load(pools: Pools, target: Setup, path: str, **options: Any) -> tuple[Dump, Dump]:
+def around_load(pools: Pools, target: EngineCase, path: str, **options: Any) -> tuple[Dump, Dump]:
     """Return what a run held before and after a load."""
     program = partial(found_after_load, target, Saved(target, path), options)
     pair = pools.run(target.world, program)[0]
@@ -65,14 +65,16 @@ def around_load(pools: Pools, target: Setup, path: str, **options: Any) -> tuple
     return pair
 
 
-def refused_all(pools: Pools, target: Setup, paths: list[str], **options: Any) -> list[Refusal]:
+def refused_all(
+    pools: Pools, target: EngineCase, paths: list[str], **options: Any
+) -> list[Refusal]:
     """Return the errors of loads of several checkpoints into one run, which must not change."""
     of_ranks = pools.run(target.world, partial(refusals, target, paths, **options))
     assert all(found == of_ranks[0] for found in of_ranks), of_ranks
     return [Refusal(*found, 0.0, unchanged=True) for found in of_ranks[0]]
 
 
-def refusals(target: Setup, paths: list[str], **options: Any) -> list[tuple[str, str]]:
+def refusals(target: EngineCase, paths: list[str], **options: Any) -> list[tuple[str, str]]:
     """Try to load each checkpoint; return the names and messages of the errors. Collective."""
     with engine_of(target, 7, tilt=3.0) as engine:
         train(engine, target, 100, 101)
@@ -90,7 +92,7 @@ def refusals(target: Setup, paths: list[str], **options: Any) -> list[tuple[str,
     return found
 
 
-def refused(pools: Pools, target: Setup, path: str, **options: Any) -> Refusal:
+def refused(pools: Pools, target: EngineCase, path: str, **options: Any) -> Refusal:
     """Return the error of a load, which must be prompt, equal on all ranks, and change nothing."""
     found = pools.run(target.world, partial(refusal, target, Loading(path, options)))
     first = found[0]
@@ -100,7 +102,7 @@ def refused(pools: Pools, target: Setup, path: str, **options: Any) -> Refusal:
     return first
 
 
-def warnings_of_load(setup: Setup, path: str, again: str = "") -> list[str]:
+def warnings_of_load(setup: EngineCase, path: str, again: str = "") -> list[str]:
     """Load, and save again; return this rank's warnings. Collective."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 

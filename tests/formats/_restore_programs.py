@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.support.checkpoints import Scheduler, StateComparison, compare_states
-from tests.support.engines import BUFFERS, Engine, Setup, engine_of, train
+from tests.support.engines import BUFFERS, Engine, EngineCase, engine_of, train
 from tests.support.foreign_checkpoints import Fixture
 from tests.support.oracle import (
     MORE,
@@ -26,7 +26,7 @@ from tests.support.oracle import (
 @dataclass(frozen=True)
 class Case:
     fixture: Fixture
-    target: Setup
+    target: EngineCase
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
     groups: bool = True
@@ -105,7 +105,7 @@ def _wanted(case: Case, before: Dump) -> Dump:
     return wanted
 
 
-def wanted_of(fixture: Fixture, target: Setup, live: Dump) -> Dump:
+def wanted_of(fixture: Fixture, target: EngineCase, live: Dump) -> Dump:
     """Return the state that a run must have after loading a checkpoint of DeepSpeed.
 
     Args:
@@ -125,7 +125,7 @@ def wanted_of(fixture: Fixture, target: Setup, live: Dump) -> Dump:
     return wanted
 
 
-def another(setup: Setup, turn: int) -> Setup:
+def another(setup: EngineCase, turn: int) -> EngineCase:
     """Return another run of the same model, with another world and stage for each turn."""
     worlds = [n for n in (1, 2, 3, 4) if n != setup.world]
     stages = [z for z in ("3", "1", "2", "B") if z != setup.zero]
@@ -144,7 +144,7 @@ def another(setup: Setup, turn: int) -> Setup:
     )
 
 
-def saved_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
+def saved_with_scheduler(setup: EngineCase, folder: str, steps: int) -> list[float]:
     """Train stock DeepSpeed with a scheduler, and save; return the rates from the first step on."""
     with engine_of(setup, 1) as engine:
         Scheduler("warm-up")(engine)
@@ -153,7 +153,7 @@ def saved_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
         return rates + [_rate_after_step(engine, setup, steps + more) for more in range(2)]
 
 
-def resumed_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]:
+def resumed_with_scheduler(setup: EngineCase, folder: str, steps: int) -> list[float]:
     """Load into a run with another seed; return the rates of the next two steps."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -163,6 +163,6 @@ def resumed_with_scheduler(setup: Setup, folder: str, steps: int) -> list[float]
         return [_rate_after_step(engine, setup, steps + more) for more in range(2)]
 
 
-def _rate_after_step(engine: Engine, setup: Setup, step: int) -> float:
+def _rate_after_step(engine: Engine, setup: EngineCase, step: int) -> float:
     train(engine, setup, step, step + 1)
     return float(engine.optimizer.param_groups[0]["lr"])

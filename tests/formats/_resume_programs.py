@@ -16,7 +16,7 @@ from typing_extensions import override
 from tests.formats._restore_programs import wanted_of
 from tests.formats._trainer_writers import DECAY, LitNet, Steps, Watch
 from tests.support.checkpoints import compare_states
-from tests.support.engines import Engine, Setup, batch
+from tests.support.engines import Engine, EngineCase, batch
 from tests.support.fits import quiet_trainer
 from tests.support.foreign_checkpoints import Fixture
 from tests.support.oracle import MORE, Dump, ReferenceComparison, compare_with_reference, dump
@@ -59,7 +59,7 @@ class Kept(Watch):
 class Look(Callback):
     """Records the engine's state when training starts, and when it ends."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EngineCase) -> None:
         self.of = setup
         self.rates: list[float] = []
         self.before: Dump | None = None
@@ -113,7 +113,7 @@ class ResumingModel(LitNet):
         self.mine = checkpoint.get("mine")
 
 
-def trainer_of(target: Setup, *callbacks: Callback, **options: Any) -> pl.Trainer:
+def trainer_of(target: EngineCase, *callbacks: Callback, **options: Any) -> pl.Trainer:
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
     strategy = ElasticDeepSpeedStrategy(config=target.config())
@@ -122,7 +122,7 @@ def trainer_of(target: Setup, *callbacks: Callback, **options: Any) -> pl.Traine
     return quiet_trainer(strategy, *callbacks, **own)
 
 
-def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
+def resume(fixture: Fixture, target: EngineCase, path: str) -> Resumed | None:
     """Resume from a checkpoint for two more steps. Collective."""
     warnings.simplefilter("ignore")
     look, kept = Look(target), Kept()
@@ -147,7 +147,7 @@ def resume(fixture: Fixture, target: Setup, path: str) -> Resumed | None:
     )
 
 
-def train_as_fit(engine: Engine, setup: Setup, first: int, last: int) -> list[float]:
+def train_as_fit(engine: Engine, setup: EngineCase, first: int, last: int) -> list[float]:
     """Train as the Trainer does with the writer's module."""
     losses = []
     for step in range(first, last):
@@ -185,7 +185,7 @@ class ValidatingModel(ResumingModel):
         return DataLoader(Steps(self.setup_, 1), batch_size=None)
 
 
-def validate(fixture: Fixture, target: Setup) -> dict[str, torch.Tensor]:
+def validate(fixture: Fixture, target: EngineCase) -> dict[str, torch.Tensor]:
     """Validate with a checkpoint; return the weights in forward. Collective."""
     warnings.simplefilter("ignore")
     trainer = trainer_of(target, inference_mode=False)

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from tests.formats._deepspeed_writers import MORE, keep, wait_for_gathers
 from tests.formats._fixture_table import FixtureRow
-from tests.support.engines import Net, Setup, batch, group_members, make_optimizer
+from tests.support.engines import EngineCase, Net, batch, group_members, make_optimizer
 from tests.support.fits import StockOnCPU, quiet_trainer
 from tests.support.oracle import dump
 
@@ -30,7 +30,7 @@ DECAY = 0.75
 class Steps(Dataset[Any]):
     """A rank's part of each batch, which depends only on step and rank."""
 
-    def __init__(self, setup: Setup, steps: int) -> None:
+    def __init__(self, setup: EngineCase, steps: int) -> None:
         self.setup, self.steps = setup, steps
 
     def __len__(self) -> int:
@@ -45,7 +45,9 @@ class Steps(Dataset[Any]):
 class LitNet(Net, pl.LightningModule):
     """The toy model as a LightningModule, with hyperparameters and a schedule per step."""
 
-    def __init__(self, setup: Setup, seed: int = 0, hidden: int = 5, note: str = "toy") -> None:
+    def __init__(
+        self, setup: EngineCase, seed: int = 0, hidden: int = 5, note: str = "toy"
+    ) -> None:
         super().__init__(seed, hidden=hidden)
         self.save_hyperparameters(ignore=["setup"])
         self.setup_, self.losses = setup, list[float]()

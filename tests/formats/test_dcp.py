@@ -34,7 +34,7 @@ from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.formats import _torch_writers as writers
 from tests.formats._load_assertions import TARGETS, assert_restored, refused, refused_all
 from tests.formats._torch_writers import Run
-from tests.support.engines import Net, Setup
+from tests.support.engines import EngineCase, Net
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
@@ -76,13 +76,13 @@ CASES = [
     ("plain", 2, TARGETS[2]),
     ("flattened", 3, TARGETS[1]),
     ("app", 2, TARGETS[0]),
-    ("fsdp", 3, Setup(2, "B", "bf16", bucket=5000)),
+    ("fsdp", 3, EngineCase(2, "B", "bf16", bucket=5000)),
 ]
 
 
 @pytest.mark.parametrize(("layout", "world", "target"), CASES, ids=str)
 def test_a_sharded_checkpoint_restores_all_state(
-    layout: str, world: int, target: Setup, pools: Pools, sharded: Callable[..., Run]
+    layout: str, world: int, target: EngineCase, pools: Pools, sharded: Callable[..., Run]
 ) -> None:
     run = sharded(layout, world)
     # Lightning saves counters; plain torch does not.
@@ -92,7 +92,7 @@ def test_a_sharded_checkpoint_restores_all_state(
 
 @pytest.mark.parametrize("target", TARGETS[1:], ids=str)
 def test_chunks_of_columns_are_joined(
-    target: Setup, pools: Pools, sharded: Callable[..., Run]
+    target: EngineCase, pools: Pools, sharded: Callable[..., Run]
 ) -> None:
     assert_restored(pools, sharded("columns", 2), target, {}, counters=False)
 

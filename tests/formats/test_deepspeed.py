@@ -25,7 +25,7 @@ from tests.formats._restore_programs import (
     resumed_with_scheduler,
     saved_with_scheduler,
 )
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.foreign_checkpoints import Fixture, names, unpack
 from tests.support.ranks import Pools
 
@@ -123,10 +123,10 @@ def test_a_stock_checkpoint_loads_on_another_world_and_stage(
 @pytest.mark.parametrize("elastic", [True, False])
 def test_the_schedule_continues(elastic: bool, pools: Pools, tmp_path: Path) -> None:
     """Including without restored groups, since elastic checkpoints contain no hyperparameters."""
-    writer, steps = Setup(2, "2", elastic=elastic), 5
+    writer, steps = EngineCase(2, "2", elastic=elastic), 5
     rates = pools.run(2, partial(saved_with_scheduler, writer, str(tmp_path), steps))[0]
     assert len(set(rates)) > steps, rates
-    for target in (Setup(2, "2"), Setup(1, "1")):
+    for target in (EngineCase(2, "2"), EngineCase(1, "1")):
         found = pools.run(
             target.world, partial(resumed_with_scheduler, target, str(tmp_path), steps)
         )

@@ -27,7 +27,7 @@ from tests.support.checkpoints import (
     saved_after_deepspeed,
     train_and_save,
 )
-from tests.support.engines import BUFFERS, Setup
+from tests.support.engines import BUFFERS, EngineCase
 from tests.support.foreign_checkpoints import unpack
 from tests.support.forked_python import forked_programs
 from tests.support.oracle import Dump, differences, expected_in, same_bits
@@ -37,7 +37,7 @@ from tests.support.ranks import ForkServer, Pools, environment
 pytestmark = pytest.mark.engine
 
 
-def wanted_in(saved: Saved, target: Setup) -> Dump:
+def wanted_in(saved: Saved, target: EngineCase) -> Dump:
     """Return the state that a run must have after a load by DeepSpeed.
 
     Elastic checkpoints of DeepSpeed have no hyperparameters. In ZeRO-1 and 2 there is one model
@@ -57,7 +57,7 @@ def wanted_in(saved: Saved, target: Setup) -> Dump:
     return {k: v for k, v in wanted.items() if not k.startswith(tuple(excluded))}
 
 
-def assert_restored(saved: Saved, target: Setup, pools: Pools) -> None:
+def assert_restored(saved: Saved, target: EngineCase, pools: Pools) -> None:
     """Load with DeepSpeed, and compare each element with the state of the saving engine."""
     found = pools.run(target.world, partial(found_by_deepspeed, target, saved))[0]
     assert found is not None
@@ -65,29 +65,31 @@ def assert_restored(saved: Saved, target: Setup, pools: Pools) -> None:
     assert not differences(wanted, {k: v for k, v in found.items() if k in wanted})
 
 
-FUSED = Setup(2, "1", optimizer="FusedAdam", alignment=True)
+FUSED = EngineCase(2, "1", optimizer="FusedAdam", alignment=True)
 ELASTIC = (
     pytest.param(FUSED, marks=pytest.mark.essential),
-    pytest.param(Setup(2, "2", "bf16", empty=True), marks=pytest.mark.essential),
-    Setup(3, "2", "bf16", optimizer="FusedAdam", round_robin=True),
-    Setup(3, "1", optimizer="Momentum"),
-    Setup(2, "2", optimizer="CPUAdam", offload=True),
-    Setup(4, "1", "bf16", optimizer="AMSGrad", alignment=True, grouping="one"),
-    Setup(2, "1", "fp16", optimizer="FusedAdam"),
+    pytest.param(EngineCase(2, "2", "bf16", empty=True), marks=pytest.mark.essential),
+    EngineCase(3, "2", "bf16", optimizer="FusedAdam", round_robin=True),
+    EngineCase(3, "1", optimizer="Momentum"),
+    EngineCase(2, "2", optimizer="CPUAdam", offload=True),
+    EngineCase(4, "1", "bf16", optimizer="AMSGrad", alignment=True, grouping="one"),
+    EngineCase(2, "1", "fp16", optimizer="FusedAdam"),
 )
 
 
 @pytest.mark.parametrize("setup", ELASTIC, ids=str)
 def test_deepspeed_loads_elastic_zero_1_and_2_on_the_same_count(
-    setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    setup: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(setup, save_module_weights=True)
     assert_restored(saved, replace(setup, elastic=True), pools)
 
 
-@pytest.mark.parametrize("setup", [FUSED, Setup(3, "2", "bf16", optimizer="Momentum")], ids=str)
+@pytest.mark.parametrize(
+    "setup", [FUSED, EngineCase(3, "2", "bf16", optimizer="Momentum")], ids=str
+)
 def test_deepspeed_loads_zero_1_and_2_without_elastic_checkpoint(
-    setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    setup: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """DeepSpeed's loader would append the padding of the flat buffer to scalar states."""
     assert_restored(saved_by(setup, save_module_weights=True), setup, pools)
@@ -102,7 +104,7 @@ def test_a_run_continued_by_deepspeed_loads_from_either_save(
     program = partial(saved_after_deepspeed, elastic, saved, ours, theirs)
     held = pools.run(AT_HOME.world, program)[0]
     assert held is not None
-    target = Setup(3, "3")
+    target = EngineCase(3, "3")
     wanted = expected_in(held, AT_HOME, target)
     for path, lacks in ((ours, ()), (theirs, ("group/", "buffer/"))):
         look = partial(found_after_load, target, Saved(AT_HOME, path), {})
@@ -113,7 +115,7 @@ def test_a_run_continued_by_deepspeed_loads_from_either_save(
         assert not differences(kept, {key: found[key] for key in kept})
 
 
-AT_HOME = Setup(2, "2")
+AT_HOME = EngineCase(2, "2")
 
 Structure: TypeAlias = "dict[Any, Any] | list[Any] | tuple[Any, ...] | str"
 
@@ -171,11 +173,11 @@ def test_zero_3_files_have_the_structure_of_pull_request_8031(
     assert pools.run(1, partial(look, saved.path))[0] == wanted
 
 
-FUSED_3 = Setup(2, "3", optimizer="FusedAdam", sub_group=700, persistence=0)
-BF16_3 = Setup(4, "3", "bf16", optimizer="FusedAdam", sub_group=1, persistence=0)
+FUSED_3 = EngineCase(2, "3", optimizer="FusedAdam", sub_group=700, persistence=0)
+BF16_3 = EngineCase(4, "3", "bf16", optimizer="FusedAdam", sub_group=1, persistence=0)
 
 
-def in_pr_8031(setup: Setup, world: int) -> Setup:
+def in_pr_8031(setup: EngineCase, world: int) -> EngineCase:
     """Return the run that the pull request's code restores.
 
     Its DeepSpeed (0.19.2) waits only for the last of several gathers, and on CPU ranks they finish
@@ -189,14 +191,14 @@ def in_pr_8031(setup: Setup, world: int) -> Setup:
     [
         FUSED_3,
         BF16_3,
-        Setup(3, "3", optimizer="Momentum", grouping="one", persistence=0),
-        Setup(2, "3", "bf16", optimizer="AdamW", sub_group=700, persistence=0),
-        Setup(2, "3", "fp16", optimizer="FusedAdam", persistence=0),
+        EngineCase(3, "3", optimizer="Momentum", grouping="one", persistence=0),
+        EngineCase(2, "3", "bf16", optimizer="AdamW", sub_group=700, persistence=0),
+        EngineCase(2, "3", "fp16", optimizer="FusedAdam", persistence=0),
     ],
     ids=str,
 )
 def test_pull_request_8031_loads_zero_3_on_the_same_count(
-    setup: Setup, pr_8031: Pools, saved_by: Callable[..., Saved]
+    setup: EngineCase, pr_8031: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(setup, save_module_weights=True)
     assert_restored(saved, in_pr_8031(setup, setup.world), pr_8031)
@@ -209,13 +211,13 @@ def test_pull_request_8031_loads_zero_3_on_the_same_count(
         (BF16_3, 2),
         (BF16_3, 3),
         (BF16_3, 1),
-        (Setup(3, "3", optimizer="Momentum", grouping="one", persistence=0), 2),
-        (Setup(2, "3", "bf16", optimizer="AdamW", sub_group=700, persistence=0), 1),
+        (EngineCase(3, "3", optimizer="Momentum", grouping="one", persistence=0), 2),
+        (EngineCase(2, "3", "bf16", optimizer="AdamW", sub_group=700, persistence=0), 1),
     ],
     ids=str,
 )
 def test_pull_request_8031_loads_zero_3_on_fewer_ranks(
-    setup: Setup, world: int, pr_8031: Pools, saved_by: Callable[..., Saved]
+    setup: EngineCase, world: int, pr_8031: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """The loader reads frozen weights only in pieces for the current number of ranks.
 
@@ -228,15 +230,15 @@ def test_pull_request_8031_loads_zero_3_on_fewer_ranks(
 
 
 RUNS = (
-    Setup(2, "1", empty=True),
-    Setup(3, "1", "bf16", alignment=True),
-    Setup(3, "2", "bf16", round_robin=True),
-    Setup(2, "2", offload=True),
-    Setup(3, "3", sub_group=700),
-    Setup(4, "3", "bf16"),
-    Setup(3, "B", "bf16"),
-    Setup(3, "0", empty=True),
-    Setup(2, "0", "bf16"),
+    EngineCase(2, "1", empty=True),
+    EngineCase(3, "1", "bf16", alignment=True),
+    EngineCase(3, "2", "bf16", round_robin=True),
+    EngineCase(2, "2", offload=True),
+    EngineCase(3, "3", sub_group=700),
+    EngineCase(4, "3", "bf16"),
+    EngineCase(3, "B", "bf16"),
+    EngineCase(3, "0", empty=True),
+    EngineCase(2, "0", "bf16"),
 )
 
 
@@ -274,7 +276,7 @@ def converted(path: str, output: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("setup", RUNS, ids=str)
 def test_deepspeeds_function_recovers_the_weights(
-    setup: Setup, pools: Pools, saved_by: Callable[..., Saved]
+    setup: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(setup)
     wanted = expected(saved)
@@ -289,7 +291,7 @@ def test_deepspeeds_function_recovers_the_weights(
 @pytest.mark.long
 @pytest.mark.parametrize("setup", RUNS, ids=str)
 def test_lightnings_function_recovers_and_writes_the_same_weights(
-    setup: Setup, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
+    setup: EngineCase, pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
     saved = saved_by(setup)
     output = tmp_path / "weights.pt"
@@ -301,7 +303,7 @@ def test_lightnings_function_recovers_and_writes_the_same_weights(
 @pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="the script imports it")
 @pytest.mark.parametrize("setup", [RUNS[1], RUNS[4], RUNS[6]], ids=str)
 def test_the_script_in_the_checkpoint_recovers_the_weights(
-    setup: Setup, saved_by: Callable[..., Saved], fork_server: ForkServer, tmp_path: Path
+    setup: EngineCase, saved_by: Callable[..., Saved], fork_server: ForkServer, tmp_path: Path
 ) -> None:
     saved = saved_by(setup)
     with forked_programs(fork_server, tmp_path / "programs") as programs:
@@ -318,7 +320,7 @@ def test_the_script_in_the_checkpoint_recovers_the_weights(
 @pytest.mark.parametrize("options", [{}, {"weights_only": True}, {"save_module_weights": True}])
 @pytest.mark.parametrize("setup", RUNS, ids=str)
 def test_every_file_loads_with_weights_only(
-    setup: Setup, options: dict[str, bool], saved_by: Callable[..., Saved]
+    setup: EngineCase, options: dict[str, bool], saved_by: Callable[..., Saved]
 ) -> None:
     saved = saved_by(setup, **options)
     files = sorted(Path(saved.path).rglob("*.pt"))
@@ -331,7 +333,7 @@ def test_every_file_loads_with_weights_only(
 @pytest.mark.long
 @pytest.mark.parametrize("setup", [RUNS[2], RUNS[6]], ids=str)
 def test_module_weights_are_in_the_model_file_on_request_only(
-    setup: Setup, saved_by: Callable[..., Saved]
+    setup: EngineCase, saved_by: Callable[..., Saved]
 ) -> None:
     kept, lean = saved_by(setup, save_module_weights=True), saved_by(setup)
     held = kept.dump()

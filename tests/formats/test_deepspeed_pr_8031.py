@@ -31,7 +31,7 @@ from tests.formats._fixture_table import small
 from tests.formats._load_assertions import refused, restored
 from tests.formats._read_whole import read_whole
 from tests.formats._restore_programs import Case, another
-from tests.support.engines import Engine, Setup, engine_of
+from tests.support.engines import Engine, EngineCase, engine_of
 from tests.support.foreign_checkpoints import DATA, unpack
 from tests.support.forked_python import forked_programs
 from tests.support.oracle import dump, same_bits
@@ -160,7 +160,7 @@ def test_a_fixture_loads_into_stage_0(pools: Pools, tmp_path: Path) -> None:
     restored(pools, Case(fixture, target, str(fixture.checkpoint), groups=False))
 
 
-def held_without_optimizer(target: Setup, path: str, keep_fp32: bool) -> Any:
+def held_without_optimizer(target: EngineCase, path: str, keep_fp32: bool) -> Any:
     """Load without optimizer state; return the state before and after. Collective."""
     from lightning_elastic_zero.api import load_checkpoint
 

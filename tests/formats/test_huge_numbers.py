@@ -20,7 +20,7 @@ from tests.formats import _torch_writers as writers
 from tests.formats._load_assertions import TARGETS, around_load, refused, warnings_of_load
 from tests.formats._torch_writers import Run
 from tests.support.checkpoints import Loading, Saved, evaluated_weights, refusal
-from tests.support.engines import Engine, Net, Setup, engine_of, inner_of, train
+from tests.support.engines import Engine, EngineCase, Net, engine_of, inner_of, train
 from tests.support.ranks import Pools, skip_without
 
 pytestmark = pytest.mark.engine
@@ -93,7 +93,7 @@ def test_infinite_values_of_a_file_are_loaded(
     assert torch.equal(found.view_as(wanted), wanted)
 
 
-def save_large(setup: Setup, path: str, large: float = LARGE, state: str = "") -> None:
+def save_large(setup: EngineCase, path: str, large: float = LARGE, state: str = "") -> None:
     """Save a ZeRO-2 run whose first master, or state, on each rank is large. Collective."""
     from lightning_elastic_zero.api import save_checkpoint
 
@@ -108,17 +108,17 @@ def save_large(setup: Setup, path: str, large: float = LARGE, state: str = "") -
 
 def test_narrower_masters_refuse_values_that_overflow(pools: Pools, tmp_path: Path) -> None:
     """An evaluation, which has no masters, refuses weights that become infinite."""
-    source, path = Setup(2, "2"), str(tmp_path / "large.ckpt")
+    source, path = EngineCase(2, "2"), str(tmp_path / "large.ckpt")
     pools.run(2, partial(save_large, source, path))
-    narrow = Setup(2, "3", "bf16", bf16_masters=True)
+    narrow = EngineCase(2, "3", "bf16", bf16_masters=True)
     found = refused(pools, narrow, path)
     assert found.error == "CheckpointMismatchError", found.message
     message = "has the float32 value 3.39999995e+38, which overflows bfloat16"
     assert message in found.message
     assert "use a precision" in found.message
     with pytest.raises(AssertionError, match=re.escape(message)):
-        pools.run(2, partial(evaluated_weights, Setup(2, "3", "bf16"), Saved(source, path)))
-    _, after = around_load(pools, Setup(2, "3", "bf16"), path)
+        pools.run(2, partial(evaluated_weights, EngineCase(2, "3", "bf16"), Saved(source, path)))
+    _, after = around_load(pools, EngineCase(2, "3", "bf16"), path)
     held = [torch.as_tensor(v) for k, v in after.items() if k.startswith("master/")]
     assert sum(int((v == torch.tensor(LARGE)).sum()) for v in held) == source.world
 
@@ -126,29 +126,29 @@ def test_narrower_masters_refuse_values_that_overflow(pools: Pools, tmp_path: Pa
 def test_a_momentum_that_overflows_in_the_gradients_type_is_refused(
     pools: Pools, tmp_path: Path
 ) -> None:
-    source, path = Setup(2, "2", optimizer="Muon"), str(tmp_path / "large.ckpt")
+    source, path = EngineCase(2, "2", optimizer="Muon"), str(tmp_path / "large.ckpt")
     pools.run(2, partial(save_large, source, path, state="momentum_buffer"))
     for target in (
-        Setup(3, "3", "bf16", optimizer="Muon"),
-        Setup(1, "1", "bf16", optimizer="Muon"),
+        EngineCase(3, "3", "bf16", optimizer="Muon"),
+        EngineCase(1, "1", "bf16", optimizer="Muon"),
     ):
         found = refused(pools, target, path)
         assert found.error == "CheckpointMismatchError", found.message
         assert "the optimizer state momentum_buffer of " in found.message
         assert "has the float32 value 3.39999995e+38, which overflows bf" in found.message
-    assert_momentum_kept(pools, Setup(2, "B", "bf16", optimizer="Muon"), path)
+    assert_momentum_kept(pools, EngineCase(2, "B", "bf16", optimizer="Muon"), path)
 
 
 @pytest.mark.long
 def test_a_momentum_in_swap_files_is_kept_in_the_masters_type(pools: Pools, tmp_path: Path) -> None:
     skip_without("AsyncIOBuilder", pools)
-    source, path = Setup(2, "2", optimizer="Muon"), str(tmp_path / "large.ckpt")
+    source, path = EngineCase(2, "2", optimizer="Muon"), str(tmp_path / "large.ckpt")
     pools.run(2, partial(save_large, source, path, state="momentum_buffer"))
-    target = Setup(2, "3", "bf16", optimizer="Muon", nvme="plain")
+    target = EngineCase(2, "3", "bf16", optimizer="Muon", nvme="plain")
     assert_momentum_kept(pools, target, path)
 
 
-def assert_momentum_kept(pools: Pools, target: Setup, path: str) -> None:
+def assert_momentum_kept(pools: Pools, target: EngineCase, path: str) -> None:
     """Assert that a run continues with the large value of a momentum."""
     _, after = around_load(pools, target, path)
     held = [torch.as_tensor(v) for k, v in after.items() if k.startswith("momentum_buffer/")]
@@ -158,14 +158,14 @@ def assert_momentum_kept(pools: Pools, target: Setup, path: str) -> None:
 @pytest.mark.parametrize(
     ("source", "target", "large"),
     [
-        (Setup(2, "2"), Setup(3, "3", "fp16"), 7e4),
-        (Setup(2, "2", "bf16"), Setup(1, "2", "fp16"), -7e4),
-        (Setup(2, "2"), Setup(2, "1", "bf16"), LARGE),
+        (EngineCase(2, "2"), EngineCase(3, "3", "fp16"), 7e4),
+        (EngineCase(2, "2", "bf16"), EngineCase(1, "2", "fp16"), -7e4),
+        (EngineCase(2, "2"), EngineCase(2, "1", "bf16"), LARGE),
     ],
     ids=str,
 )
 def test_weights_that_become_infinite_are_named_and_masters_are_kept(
-    source: Setup, target: Setup, large: float, pools: Pools, tmp_path: Path
+    source: EngineCase, target: EngineCase, large: float, pools: Pools, tmp_path: Path
 ) -> None:
     path, again = str(tmp_path / "large.ckpt"), str(tmp_path / "again.ckpt")
     pools.run(source.world, partial(save_large, source, path, large))
@@ -187,12 +187,14 @@ def round_masters(engine: Engine) -> None:
     engine._config.zero_config.load_from_fp32_weights = False
 
 
-@pytest.mark.parametrize("target", [Setup(2, "2", "fp16"), Setup(1, "3", "fp16")], ids=str)
+@pytest.mark.parametrize(
+    "target", [EngineCase(2, "2", "fp16"), EngineCase(1, "3", "fp16")], ids=str
+)
 def test_masters_rounded_to_infinity_are_refused(
-    target: Setup, pools: Pools, tmp_path: Path
+    target: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "large.ckpt")
-    pools.run(2, partial(save_large, Setup(2, "2"), path, 7e4))
+    pools.run(2, partial(save_large, EngineCase(2, "2"), path, 7e4))
     load = partial(refusal, target, Loading(path), prepare=round_masters)
     for found in pools.run(target.world, load):
         assert found.error == "CheckpointMismatchError", found.message

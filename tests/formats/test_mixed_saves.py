@@ -20,7 +20,7 @@ from tests.formats._fixture_table import FixtureRow, small
 from tests.formats._load_assertions import around_load, refused_all, restored
 from tests.formats._read_whole import read_whole
 from tests.formats._restore_programs import Case
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.foreign_checkpoints import Fixture, unpack
 from tests.support.oracle import same_bits
 from tests.support.ranks import Pools
@@ -197,7 +197,7 @@ def test_hyperparameters_of_another_optimizer_are_not_restored(
 ) -> None:
     """The rates of another optimizer have another meaning."""
     fixture = unpack(source, tmp_path)
-    target: Setup = replace(fixture.setup, world=1, zero="2", sub_group=10**9, optimizer=here)
+    target: EngineCase = replace(fixture.setup, world=1, zero="2", sub_group=10**9, optimizer=here)
     path, fresh = str(fixture.checkpoint), {"load_optimizer_state": False}
     (found,) = refused_all(pools, target, [path], **fresh)
     assert found.error == "CheckpointMismatchError", found.message

@@ -32,7 +32,7 @@ from tests.support.checkpoints import (
     evaluated_weights,
     train_and_save,
 )
-from tests.support.engines import Setup, engine_of, group_members
+from tests.support.engines import EngineCase, engine_of, group_members
 from tests.support.oracle import Dump, differences, expected_in
 from tests.support.ranks import Pools
 
@@ -81,8 +81,8 @@ CASES = [
     *((name, target) for name in ("ddp", "fsdp on 2") for target in TARGETS),
     ("one device", TARGETS[1]),
     ("fsdp on 3, by name", TARGETS[0]),
-    ("bf16", Setup(2, "B", "bf16", bucket=5000)),
-    ("ddp", Setup(2, "3", "bf16", bucket=5000)),
+    ("bf16", EngineCase(2, "B", "bf16", bucket=5000)),
+    ("ddp", EngineCase(2, "3", "bf16", bucket=5000)),
     ("own order", replace(TARGETS[1], grouping="reversed")),
     ("own order", replace(TARGETS[2], grouping="reversed")),
     ("frozen too", replace(TARGETS[0], grouping="one")),
@@ -94,7 +94,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "target"), CASES, ids=str)
 def test_a_single_file_restores_all_state(
-    name: str, target: Setup, pools: Pools, run_of: Callable[[str], Run]
+    name: str, target: EngineCase, pools: Pools, run_of: Callable[[str], Run]
 ) -> None:
     run = run_of(name)
     assert_restored(pools, run, target, rest_of(run.path))
@@ -107,17 +107,17 @@ def test_the_comparison_detects_a_run_that_loaded_nothing(
     target = TARGETS[1]
     wanted = torch.load(run_of("ddp").truth_path, weights_only=True)
     before, after = around_load(pools, target, run_of("ddp").path)
-    assert len(differences(expected_in(wanted, Setup(1), target), before)) > 40
-    assert not compare_states(expected_in(wanted, Setup(1), target), after).differing
+    assert len(differences(expected_in(wanted, EngineCase(1), target), before)) > 40
+    assert not compare_states(expected_in(wanted, EngineCase(1), target), after).differing
 
 
 # -- weights alone -----------------------------------------------------------------------------
 
 
-def assert_weights(pools: Pools, target: Setup, path: str, truth: Dump) -> None:
+def assert_weights(pools: Pools, target: EngineCase, path: str, truth: Dump) -> None:
     """Assert that weights and buffers are the writer's, and that the optimizer is fresh."""
     _, after = around_load(pools, target, path, load_optimizer_state=False)
-    wanted = expected_in({k: v for k, v in truth.items() if _is_weight(k)}, Setup(1), target)
+    wanted = expected_in({k: v for k, v in truth.items() if _is_weight(k)}, EngineCase(1), target)
     assert not differences(wanted, {k: v for k, v in after.items() if _is_weight(k)})
     assert not any(key.startswith(("exp_avg", "scalar")) for key in after)
 
@@ -146,7 +146,7 @@ def test_an_evaluating_engine_gets_weights_and_buffers(
 ) -> None:
     run = run_of("ddp")
     truth = torch.load(run.truth_path, weights_only=True)
-    for setup in (Setup(2, "3"), Setup(1, "0")):
+    for setup in (EngineCase(2, "3"), EngineCase(1, "0")):
         saved = Saved(setup, run.path)
         found = pools.run(setup.world, partial(evaluated_weights, setup, saved))[0]
         assert len(found) > 15
@@ -160,7 +160,7 @@ def test_an_evaluating_engine_gets_weights_and_buffers(
 
 @pytest.mark.long
 def test_a_file_of_lightnings_converter_loads_its_weights(pools: Pools, tmp_path: Path) -> None:
-    saved = Saved(Setup(2, "3", bucket=5000), str(tmp_path / "a.ckpt"))
+    saved = Saved(EngineCase(2, "3", bucket=5000), str(tmp_path / "a.ckpt"))
     pools.run(2, partial(train_and_save, saved))
     path = str(tmp_path / "consolidated")
     pools.run(1, partial(consolidate, saved.path, path))
@@ -347,7 +347,7 @@ def test_a_bare_state_dict_loads_its_weights(
 # -- order -----------------------------------------------------------------------------------------
 
 
-def groups_of(setup: Setup) -> tuple[list[list[str]], list[list[str]]]:
+def groups_of(setup: EngineCase) -> tuple[list[list[str]], list[list[str]]]:
     """Return the names of each group, as the engine reports them and as they were passed."""
     from lightning_elastic_zero.engine.live import LiveEngine
 
@@ -360,8 +360,8 @@ def groups_of(setup: Setup) -> tuple[list[list[str]], list[list[str]]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("setup", [*TARGETS, Setup(2, "B", "bf16", bucket=5000)], ids=str)
-def test_groups_have_the_optimizers_order(setup: Setup, pools: Pools) -> None:
+@pytest.mark.parametrize("setup", [*TARGETS, EngineCase(2, "B", "bf16", bucket=5000)], ids=str)
+def test_groups_have_the_optimizers_order(setup: EngineCase, pools: Pools) -> None:
     """The order of the module and round robin do not change it."""
     reported, given = pools.run(
         setup.world, partial(groups_of, replace(setup, grouping="reversed"))

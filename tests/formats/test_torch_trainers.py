@@ -17,7 +17,7 @@ from tests.formats._load_assertions import as_fixture
 from tests.formats._resume_programs import Look, Resumed, ResumingModel, resume, validate
 from tests.formats._torch_writers import Run, held, keep
 from tests.formats._trainer_writers import DECAY, EveryGradientNet, Watch
-from tests.support.engines import Net, Setup
+from tests.support.engines import EngineCase, Net
 from tests.support.fits import quiet_trainer
 from tests.support.foreign_checkpoints import Fixture
 from tests.support.oracle import Dump, differences, same_bits
@@ -38,14 +38,14 @@ class Keep(pl.Callback):
 def fit_ddp(run: Run) -> None:
     """Fit, and save in the middle of an epoch. Collective."""
     warnings.simplefilter("ignore")
-    setup = Setup(run.world, hidden=5)
+    setup = EngineCase(run.world, hidden=5)
     options = {"max_steps": run.steps, "use_distributed_sampler": False}
     trainer = quiet_trainer("ddp", Watch(), Keep(run), **options)
     trainer.fit(EveryGradientNet(setup, hidden=setup.hidden))
     trainer.save_checkpoint(run.path)
 
 
-def start(path: str, target: Setup, options: dict[str, Any]) -> tuple[int, Dump | None]:
+def start(path: str, target: EngineCase, options: dict[str, Any]) -> tuple[int, Dump | None]:
     """Fit one step from a checkpoint; return the step and the state before it. Collective."""
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
@@ -59,7 +59,7 @@ def start(path: str, target: Setup, options: dict[str, Any]) -> tuple[int, Dump 
 
 pytestmark = pytest.mark.engine
 
-TARGET = Setup(3, "3", bucket=5000, hidden=5)
+TARGET = EngineCase(3, "3", bucket=5000, hidden=5)
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +113,7 @@ def test_a_dcp_directory_restores_weights_and_optimizer(pools: Pools, tmp_path: 
     """Loops start from the beginning."""
     run = Run(str(tmp_path / "alone"))
     pools.run(1, partial(writers.save_tree, run, state_dicts))
-    step, before = pools.run(3, partial(start, run.path, Setup(3, "2", bucket=5000), {}))[0]
+    step, before = pools.run(3, partial(start, run.path, EngineCase(3, "2", bucket=5000), {}))[0]
     assert step == 0
     assert before is not None
     held = torch.load(run.truth_path, weights_only=True)

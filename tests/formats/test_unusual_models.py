@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from tests.support.engines import Engine, Setup
+from tests.support.engines import Engine, EngineCase
 from tests.support.oracle import same_bits
 from tests.support.ranks import Pools
 
@@ -41,7 +41,7 @@ class Twice(nn.Module):
         return found
 
 
-def make(setup: Setup, seed: int) -> Engine:
+def make(setup: EngineCase, seed: int) -> Engine:
     """Make an engine; freeze a layer after the optimizer was created."""
     import deepspeed
 
@@ -76,7 +76,7 @@ def held(engine: Engine) -> Held:
     return found
 
 
-def write(setup: Setup, path: str) -> Held:
+def write(setup: EngineCase, path: str) -> Held:
     engine = make(setup, 0)
     for _ in range(2):
         torch.manual_seed(distributed.get_rank())
@@ -89,7 +89,7 @@ def write(setup: Setup, path: str) -> Held:
     return found
 
 
-def read(setup: Setup, path: str) -> Held:
+def read(setup: EngineCase, path: str) -> Held:
     """Load into a run with another seed that has trained one step. Collective."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -108,9 +108,9 @@ def test_shared_modules_and_late_frozen_layers_are_restored(
     zero: str, target: str, pools: Pools, tmp_path: Path
 ) -> None:
     """DeepSpeed lists them once and saves them three times, or also lists them as frozen."""
-    wanted: Any = pools.run(2, partial(write, Setup(2, zero), str(tmp_path)))[0]
+    wanted: Any = pools.run(2, partial(write, EngineCase(2, zero), str(tmp_path)))[0]
     assert len(wanted) == 17
-    for setup in (Setup(2, zero), Setup(1, target)):
+    for setup in (EngineCase(2, zero), EngineCase(1, target)):
         found: Any = pools.run(setup.world, partial(read, setup, str(tmp_path)))[0]
         assert found.keys() == wanted.keys()
         assert not [name for name in wanted if not same_bits(wanted[name], found[name])]

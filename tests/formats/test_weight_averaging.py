@@ -21,7 +21,7 @@ from typing_extensions import override
 from tests.formats._fixture_table import FixtureRow, small
 from tests.formats._resume_programs import ResumingModel, validate
 from tests.formats._trainer_writers import EveryGradientNet, OnCPU
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.fits import quiet_trainer
 from tests.support.foreign_checkpoints import Fixture
 from tests.support.oracle import dump, same_bits
@@ -48,7 +48,9 @@ def state_of(average: EMAWeightAveraging) -> Weights:
 class Look(Callback):
     """Records weights and their average, and saves during training."""
 
-    def __init__(self, setup: Setup, average: EMAWeightAveraging | None, path: str = "") -> None:
+    def __init__(
+        self, setup: EngineCase, average: EMAWeightAveraging | None, path: str = ""
+    ) -> None:
         self.of, self.average, self.path = setup, average, path
         self.weights: dict[int, Weights] = {}
         self.averages: dict[int, Weights] = {}
@@ -80,7 +82,7 @@ class Look(Callback):
 
 
 def fit(
-    setup: Setup, strategy: Strategy | str, look: Look, *, resume: str | None = None
+    setup: EngineCase, strategy: Strategy | str, look: Look, *, resume: str | None = None
 ) -> tuple[dict[int, Weights], dict[int, Weights]]:
     """Fit, resumed or not; return weights and averages by step. Collective."""
     module = EveryGradientNet(setup) if resume is None else ResumingModel(setup, seed=7)
@@ -111,7 +113,7 @@ def write_ours(path: str) -> tuple[dict[int, Weights], dict[int, Weights]]:
 
 
 def continue_run(
-    path: str, setup: Setup, *, averaging: bool
+    path: str, setup: EngineCase, *, averaging: bool
 ) -> tuple[dict[int, Weights], dict[int, Weights], list[str]]:
     """Resume; return weights and averages by step, and the warnings. Collective."""
     from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
@@ -151,7 +153,7 @@ def alone(
     ids=str,
 )
 def test_masters_are_the_trained_weights_not_the_average(
-    setup: Setup,
+    setup: EngineCase,
     averaging: bool,
     alone: tuple[str, dict[int, Weights], dict[int, Weights]],
     pools: Pools,
@@ -176,7 +178,7 @@ def test_masters_are_the_trained_weights_not_the_average(
 
 @pytest.mark.parametrize("setup", [small(1, "2", "fp32"), small(2, "3", "fp32")], ids=str)
 def test_an_evaluation_uses_the_average(
-    setup: Setup, alone: tuple[str, dict[int, Weights], dict[int, Weights]], pools: Pools
+    setup: EngineCase, alone: tuple[str, dict[int, Weights], dict[int, Weights]], pools: Pools
 ) -> None:
     path = Path(alone[0])
     fixture = Fixture(path.parent, setup, {"path": path.name})

@@ -14,14 +14,14 @@ from typing import Any
 
 from tests.releases._exchange_ranks import load_of_another_release
 from tests.support.checkpoints import Saved, StateComparison, fresh, train_and_save
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.fits import FitSpec, fit
 from tests.support.ranks import Pools
 
 PAIRS = (
-    (Setup(2, "2", "bf16", round_robin=True), Setup(3, "3", "bf16", sub_group=700)),
-    (Setup(3, "3", sub_group=700), Setup(2, "1")),
-    (Setup(2, "0"), Setup(2, "2")),
+    (EngineCase(2, "2", "bf16", round_robin=True), EngineCase(3, "3", "bf16", sub_group=700)),
+    (EngineCase(3, "3", sub_group=700), EngineCase(2, "1")),
+    (EngineCase(2, "0"), EngineCase(2, "2")),
 )
 """Saving and loading plain engines, with other numbers of ranks, stages and wrappers."""
 

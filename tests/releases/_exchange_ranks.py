@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from tests.support.checkpoints import Saved, StateComparison, compare_states
-from tests.support.engines import Setup, engine_of
+from tests.support.engines import EngineCase, engine_of
 from tests.support.oracle import Dump, dump, expected_in
 
 
-def load_of_another_release(setup: Setup, saved: Saved) -> StateComparison | None:
+def load_of_another_release(setup: EngineCase, saved: Saved) -> StateComparison | None:
     """Load into a run with another seed and hyperparameters; rank 0 compares."""
     from lightning_elastic_zero.api import load_checkpoint
 

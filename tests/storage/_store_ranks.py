@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.engines import Engine, Setup, engine_of, train
+from tests.support.engines import Engine, EngineCase, engine_of, train
 from tests.support.oracle import Dump, differences, dump
 
 PART_BYTES = 32 << 10
@@ -42,7 +42,7 @@ class Settings:
     """Settings shared by the ranks of a world."""
 
     environment: Mapping[str, str]
-    setup: Setup
+    setup: EngineCase
     part_bytes: int = PART_BYTES
     retry_s: float = RETRY_S
     leftovers_age_s: float = 60.0

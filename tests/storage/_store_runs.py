@@ -21,7 +21,7 @@ from tests.storage._store_ranks import (
     save_in_background,
     save_state,
 )
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.fault_proxy import Fault, FaultProxy, Request
 from tests.support.ranks import Pools, World
 from tests.support.state_digests import read_digests
@@ -49,7 +49,7 @@ class StoreRuns:
     pools: Pools
     proxy: FaultProxy
     bucket: str
-    setup: Setup
+    setup: EngineCase
     client: Any
     """A boto3 client without the proxy."""
     wrong: list[str] = field(default_factory=list)

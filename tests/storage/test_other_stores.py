@@ -9,7 +9,7 @@ import pytest
 from torch import distributed
 
 from tests.storage._store_ranks import NEW, OLD, Settings, delete, load_state, save_state
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.ranks import ForkServer, Pools
 from tests.support.store_servers import azure_environment, make_container
 
@@ -25,7 +25,7 @@ def save_overwrite_load(
     server: ForkServer, world: int, url: str, environment: Mapping[str, str]
 ) -> None:
     """Save one state, overwrite it with another, and load into other engines."""
-    settings, pools = Settings(environment, Setup(world, "3")), Pools(server)
+    settings, pools = Settings(environment, EngineCase(world, "3")), Pools(server)
     try:
         for state in (OLD, NEW):
             outcomes = pools.run(world, partial(save_state, settings, url, state))

@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from tests.support.checkpoints import Saved, load, train_and_save
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.ranks import Pools
 from tests.support.store_servers import with_environment
 
@@ -54,7 +54,7 @@ def test_state_is_restored_on_other_numbers_of_ranks(
     run = partial(with_environment, environment)
     places = [
         SavedInStore(
-            Setup(world, zero, precision), f"{bucket}/{uuid4()}/a.ckpt", {}, f"{tmp_path}/{n}"
+            EngineCase(world, zero, precision), f"{bucket}/{uuid4()}/a.ckpt", {}, f"{tmp_path}/{n}"
         )
         for n, world in enumerate(worlds)
     ]

@@ -19,7 +19,7 @@ from tests.storage._store_ranks import (
     save_state,
 )
 from tests.storage._store_runs import LOAD, OVERWRITE, PHASES, SAVE, StoreRuns, store_environment
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.fault_proxy import BODY_FAULTS, KINDS, STATUSES, Fault, FaultProxy
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import ForkServer, Pools
@@ -52,7 +52,9 @@ def runs(
     with store_environment(direct):
         pools = Pools(fork_server)
         client = boto3.client("s3", endpoint_url=direct["AWS_ENDPOINT_URL"])
-        runs = StoreRuns(pools, proxy, bucket, Setup(getattr(request, "param", 2), "2"), client)
+        runs = StoreRuns(
+            pools, proxy, bucket, EngineCase(getattr(request, "param", 2), "2"), client
+        )
         try:
             runs.begin(str(tmp_path))
             yield runs

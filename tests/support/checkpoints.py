@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tests.support.engines import BUFFERS, Engine, Setup, engine_of, inner_of, train
+from tests.support.engines import BUFFERS, Engine, EngineCase, engine_of, inner_of, train
 from tests.support.oracle import (
     PADDING,
     Dump,
@@ -37,7 +37,7 @@ STEPS = 3
 class Saved:
     """A checkpoint, with the oracle's dump of the engine that saved it."""
 
-    setup: Setup
+    setup: EngineCase
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -102,7 +102,7 @@ def train_and_save(saved: Saved, *, steps: int = STEPS, seed: int = 0) -> None:
 
 
 def load(
-    setup: Setup,
+    setup: EngineCase,
     saved: Saved,
     *,
     options: Mapping[str, Any] | None = None,
@@ -151,7 +151,7 @@ def assert_complete_windows(engine: Engine) -> None:
     assert engine.micro_steps == engine.global_steps * engine.gradient_accumulation_steps()
 
 
-def assert_zero_padding(engine: Engine, setup: Setup) -> None:
+def assert_zero_padding(engine: Engine, setup: EngineCase) -> None:
     """Fail unless the padding of masters and states is zero; it was NaN before."""
     for places, (flat, states) in zip(positions(setup), held_values(engine, setup), strict=True):
         for held in (flat, *states.values()):
@@ -159,7 +159,7 @@ def assert_zero_padding(engine: Engine, setup: Setup) -> None:
                 assert not held.flatten()[places == PADDING].any()
 
 
-def fresh(setup: Setup, saved: Saved, *, steps: int) -> StateComparison | None:
+def fresh(setup: EngineCase, saved: Saved, *, steps: int) -> StateComparison | None:
     """Compare an engine that loads nothing: the negative control."""
     with engine_of(setup, 7, tilt=3.0) as engine:
         train(engine, setup, 100, 100 + steps)
@@ -170,7 +170,7 @@ def fresh(setup: Setup, saved: Saved, *, steps: int) -> StateComparison | None:
 
 
 def found_after_load(
-    setup: Setup,
+    setup: EngineCase,
     saved: Saved,
     options: Mapping[str, Any],
     *,
@@ -189,7 +189,7 @@ def found_after_load(
     return None if before is None or after is None else (before, after)
 
 
-def found_by_deepspeed(setup: Setup, saved: Saved) -> Dump | None:
+def found_by_deepspeed(setup: EngineCase, saved: Saved) -> Dump | None:
     with engine_of(setup, 7) as engine:
         if setup.zero == "3":
             assert hasattr(engine.optimizer, "_elastic_load_state_dict"), "not pull request 8031"
@@ -207,7 +207,7 @@ def found_by_deepspeed(setup: Setup, saved: Saved) -> Dump | None:
         return dump(engine, setup)
 
 
-def saved_after_deepspeed(setup: Setup, saved: Saved, ours: str, theirs: str) -> Dump | None:
+def saved_after_deepspeed(setup: EngineCase, saved: Saved, ours: str, theirs: str) -> Dump | None:
     """Load with DeepSpeed, train on, save with both libraries; return the saved state."""
     from lightning_elastic_zero.api import save_checkpoint
 
@@ -232,7 +232,7 @@ class Refusal:
 
 
 def refusal(
-    setup: Setup,
+    setup: EngineCase,
     act: Callable[[Engine], object],
     *,
     steps: int = 1,
@@ -293,7 +293,7 @@ class Saving:
         return save_checkpoint(engine, self.path)
 
 
-def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
+def evaluated_weights(setup: EngineCase, saved: Saved) -> dict[str, Any]:
     import deepspeed
 
     from lightning_elastic_zero.api import load_checkpoint
@@ -316,14 +316,16 @@ def evaluated_weights(setup: Setup, saved: Saved) -> dict[str, Any]:
     return {**found, **{f"buffer/{name}": buffers[name].tolist() for name in BUFFERS}}
 
 
-def group_origins_of(setup: Setup, path: str, options: dict[str, Any]) -> tuple[int | None, ...]:
+def group_origins_of(
+    setup: EngineCase, path: str, options: dict[str, Any]
+) -> tuple[int | None, ...]:
     from lightning_elastic_zero.api import load_checkpoint
 
     with engine_of(setup, 7) as engine:
         return load_checkpoint(engine, path, **options).group_origins
 
 
-def save_different_buffers(setup: Setup, path: str) -> None:
+def save_different_buffers(setup: EngineCase, path: str) -> None:
     """Save a run whose last rank has a buffer of another shape."""
     from lightning_elastic_zero.api import save_checkpoint
 
@@ -363,7 +365,7 @@ class Continued:
         assert not self.differing
 
 
-def same_world(setup: Setup, saved: Saved) -> Continued:
+def same_world(setup: EngineCase, saved: Saved) -> Continued:
     """Continue once after the save, and once after a load of the checkpoint."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -380,13 +382,13 @@ def same_world(setup: Setup, saved: Saved) -> Continued:
     return Continued((uninterrupted, resumed), differing)
 
 
-def uninterrupted_masters(setup: Setup, path: str) -> None:
+def uninterrupted_masters(setup: EngineCase, path: str) -> None:
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, LAST)
         _save_masters(dump(engine, setup), path)
 
 
-def resumed_masters(setup: Setup, saved: Saved, path: str) -> ReferenceComparison | None:
+def resumed_masters(setup: EngineCase, saved: Saved, path: str) -> ReferenceComparison | None:
     """Resume on another world, save the masters, and compare with a run from the oracle's state."""
     from lightning_elastic_zero.api import load_checkpoint
 
@@ -448,7 +450,7 @@ RunOnRanks: TypeAlias = Callable[[int, Callable[[], Any]], list[Any]]
 """Runs a call on all ranks of a world, as ``Pools.run`` does."""
 
 
-def assert_restored(run: RunOnRanks, target: Setup, saved: Saved, **options: Any) -> None:
+def assert_restored(run: RunOnRanks, target: EngineCase, saved: Saved, **options: Any) -> None:
     comparison = run(target.world, partial(load, target, saved, **options))[0]
     assert comparison is not None
     comparison.assert_same()
@@ -456,7 +458,7 @@ def assert_restored(run: RunOnRanks, target: Setup, saved: Saved, **options: Any
 
 def assert_refused(
     run: RunOnRanks,
-    target: Setup,
+    target: EngineCase,
     act: Callable[[Engine], object],
     *texts: str,
     error: str = "CheckpointMismatchError",
@@ -476,9 +478,9 @@ def assert_refused(
 
 def assert_continues(
     run: RunOnRanks,
-    setup: Setup,
+    setup: EngineCase,
     folder: Path,
-    program: Callable[[Setup, Saved], Continued] = same_world,
+    program: Callable[[EngineCase, Saved], Continued] = same_world,
 ) -> None:
     saved = Saved(setup, str(folder / "half.ckpt"))
     for continued in run(setup.world, partial(program, setup, saved)):

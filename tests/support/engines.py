@@ -1,4 +1,4 @@
-"""The small model, the configuration of a run (`Setup`), and the engine built from it."""
+"""The small model, the configuration of a run (`EngineCase`), and the engine built from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -221,7 +221,7 @@ def swap_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"elastic-zero-swap-{os.getpid()}"
 
 
-def offload_options(setup: Setup) -> dict[str, Any]:
+def offload_options(setup: EngineCase) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if setup.offload:
         options["offload_optimizer"] = {
@@ -245,7 +245,7 @@ def offload_options(setup: Setup) -> dict[str, Any]:
 
 
 @contextmanager
-def surroundings(setup: Setup) -> Iterator[None]:
+def surroundings(setup: EngineCase) -> Iterator[None]:
     with ExitStack() as stack:
         if setup.nvme:
             stack.enter_context(_small_tensors_swapped())
@@ -269,7 +269,7 @@ def _small_tensors_swapped() -> Iterator[None]:
         shutil.rmtree(swap_folder(), ignore_errors=True)
 
 
-def step_some_on_device(engine: Any, setup: Setup) -> None:
+def step_some_on_device(engine: Any, setup: EngineCase) -> None:
     """On a CPU, rename the device of the optimizer part that is not offloaded."""
     if setup.ratio < 1 and engine.device.type == "cpu":
         devices = engine.optimizer.subgroup_to_device
@@ -301,7 +301,7 @@ OVERFLOW = 1e30
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineCase:
     """The configuration of a run."""
 
     world: int
@@ -360,13 +360,19 @@ class Setup:
     """Accumulate gradients in fp32 (ZeRO-2 and 3)."""
     unpartitioned: bool = False
     """``B`` as in DeepSpeed 0.18.4 (``wrapper_of_0_18_4``)."""
+    sequence: int = 1
+    """Ranks that share a sequence (Ulysses); the only engines are in test_sequence_parallelism."""
+    net: Callable[[EngineCase, int], nn.Module] | None = None
+    """Creates another model than ``Net``, from the case and a seed."""
 
     def __str__(self) -> str:
         base = f"zero{self.zero}x{self.world}-{self.precision}"
         skipped = ("world", "zero", "precision")
         named = [f for f in fields(self) if f.name not in skipped]
         odd = [(f.name, getattr(self, f.name)) for f in named if getattr(self, f.name) != f.default]
-        options = [n if value is True else f"{n}_{value}" for n, value in odd]
+        options = [
+            n if value is True else f"{n}_{getattr(value, '__name__', value)}" for n, value in odd
+        ]
         return "-".join([base, *options])
 
     @property
@@ -400,9 +406,14 @@ class Setup:
 
     @property
     def buffers_kept(self) -> tuple[str, ...]:
-        return BUFFERS
+        if self.net is None:
+            return BUFFERS
+        model = self.net(self, 0)
+        return tuple(name for name, _ in model.named_buffers() if name in model.state_dict())
 
-    def model(self, seed: int) -> Net:
+    def model(self, seed: int) -> Any:
+        if self.net is not None:
+            return self.net(self, seed)
         return Net(
             seed,
             empty=self.empty,
@@ -412,12 +423,14 @@ class Setup:
             thawed=self.thawed,
         )
 
-    def twin(self) -> Setup:
+    def twin(self) -> EngineCase:
         """Return a simpler setup with the same layout of flat buffers."""
         fused = self.zero == "0" and self.optimizer == "FusedAdam"
         # Muon sorts its parameters by size.
         optimizer = self.optimizer if fused or self.optimizer == "Muon" else "SGD"
-        plain = replace(self, steady=False, elastic=False, accumulation=1, autocast=False)
+        plain = replace(
+            self, steady=False, elastic=False, accumulation=1, autocast=False, sequence=1
+        )
         # fp16 cannot represent the bf16 numbers that identify elements. Both have the same size.
         precision = "bf16" if self.precision == "fp16" else self.precision
         plain = replace(plain, optimizer=optimizer, precision=precision, bf16_masters=False)
@@ -588,7 +601,7 @@ def inner_of(engine: Engine) -> Engine:
 
 @contextmanager
 def engine_of(
-    setup: Setup, seed: int, *, tilt: float = 1.0, model: nn.Module | None = None
+    setup: EngineCase, seed: int, *, tilt: float = 1.0, model: nn.Module | None = None
 ) -> Iterator[Engine]:
     import deepspeed
 
@@ -618,7 +631,7 @@ def grad_scaler_of(engine: Engine) -> Engine:
     return own or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
-def reset_secondary_partition(setup: Setup) -> None:
+def reset_secondary_partition(setup: EngineCase) -> None:
     """Undo hpZ, whose groups DeepSpeed keeps for the whole process."""
     if setup.hpz > 1:
         from deepspeed.utils import groups
@@ -626,7 +639,7 @@ def reset_secondary_partition(setup: Setup) -> None:
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
-def train(engine: Engine, setup: Setup, first: int, last: int) -> list[float]:
+def train(engine: Engine, setup: EngineCase, first: int, last: int) -> list[float]:
     """Train steps ``[first, last)`` on fixed data; in fp16, one step in four overflows."""
     rank, losses = distributed.get_rank(), []
     for step in range(first, last):

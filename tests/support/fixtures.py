@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.checkpoints import Saved, train_and_save
 from tests.support.devices import DEVICE, SHARED, DeviceRanks, skip_without_devices
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.fault_proxy import FaultProxy
 from tests.support.fork_server import CPUS, Placement
 from tests.support.late_saves import train_and_save_late
@@ -114,7 +114,7 @@ def saved_by(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable
     folder: Path = tmp_path_factory.mktemp("saved")
     made: dict[str, Saved] = {}
 
-    def get(setup: Setup, *, steps: int = 3, late: bool = False, **options: Any) -> Saved:
+    def get(setup: EngineCase, *, steps: int = 3, late: bool = False, **options: Any) -> Saved:
         name = f"{setup!r}-{steps}-{late}-{sorted(options.items())}"
         if name not in made:
             saved = Saved(setup, str(folder / f"{len(made)}.ckpt"), options)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.oracle import Dump
 
 DATA = Path(__file__).parents[1] / "formats" / "data"
@@ -19,7 +19,7 @@ DATA = Path(__file__).parents[1] / "formats" / "data"
 @dataclass(frozen=True)
 class Fixture:
     folder: Path
-    setup: Setup
+    setup: EngineCase
     """The setup of the run that wrote it."""
     about: dict[str, Any]
 
@@ -52,4 +52,4 @@ def unpack(name: str, folder: Path) -> Fixture:
     with tarfile.open(DATA / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     about = json.loads((folder / "about.json").read_text())
-    return Fixture(folder, Setup(**about["setup"]), about)
+    return Fixture(folder, EngineCase(**about["setup"]), about)

@@ -143,7 +143,7 @@ def _cache_facts() -> None:
 
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     # Lightning reads the metadata of all installed packages, to find callbacks.
-    metadata.entry_points = functools.cache(metadata.entry_points)
+    metadata.entry_points = functools.cache(metadata.entry_points)  # type: ignore[assignment]
 
 
 _STATUSES: dict[int, int] = {}

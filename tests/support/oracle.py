@@ -27,7 +27,7 @@ from torch import distributed
 from tests.support.engines import (
     BUFFERS,
     Engine,
-    Setup,
+    EngineCase,
     engine_of,
     grad_scaler_of,
     inner_of,
@@ -43,7 +43,7 @@ FIRST_CODE = 128
 
 PADDING = -1
 
-_maps: dict[Setup, list[torch.Tensor]] = {}
+_maps: dict[EngineCase, list[torch.Tensor]] = {}
 
 
 class OracleError(Exception):
@@ -58,7 +58,7 @@ def require(condition: object, message: str) -> None:
 # -- positions of elements --------------------------------------------------------------------
 
 
-def flat_buffers(engine: Engine, setup: Setup) -> list[torch.Tensor]:
+def flat_buffers(engine: Engine, setup: EngineCase) -> list[torch.Tensor]:
     """Return this rank's raw master buffers; in stage 0 each optimized tensor is one."""
     if setup.zero == "3":
         return list(engine.optimizer.fp32_partitioned_groups_flat)
@@ -68,7 +68,7 @@ def flat_buffers(engine: Engine, setup: Setup) -> list[torch.Tensor]:
     return stepped
 
 
-def _is_replicated(engine: Engine, setup: Setup) -> bool:
+def _is_replicated(engine: Engine, setup: EngineCase) -> bool:
     """Return whether each rank has the full state.
 
     This is so in stage 0 (except bf16 before DeepSpeed 0.18), and for ``B`` in 0.18.4.
@@ -77,7 +77,7 @@ def _is_replicated(engine: Engine, setup: Setup) -> bool:
     return kind.startswith("FP16_") or (setup.zero == "0" and kind != "BF16_Optimizer")
 
 
-def positions(setup: Setup) -> list[torch.Tensor]:
+def positions(setup: EngineCase) -> list[torch.Tensor]:
     """Return the element number at each position of this rank's flat buffers. Collective."""
     twin = setup.twin()
     if twin not in _maps:
@@ -119,7 +119,7 @@ def _check_tiling(flats: list[torch.Tensor], numel: int, copies: int) -> None:
 # -- the state of one rank --------------------------------------------------------------------
 
 
-def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+def held_values(engine: Engine, setup: EngineCase) -> list[tuple[torch.Tensor, dict[str, Any]]]:
     """Return host copies of each flat buffer's masters and states, swapped in if necessary."""
     optimizer, found = engine.optimizer, []
     for index, flat in enumerate(flat_buffers(engine, setup)):
@@ -144,7 +144,7 @@ def held_values(engine: Engine, setup: Setup) -> list[tuple[torch.Tensor, dict[s
     return found
 
 
-def _count_by_group(engine: Engine, setup: Setup, found: list[dict[str, Any]]) -> None:
+def _count_by_group(engine: Engine, setup: EngineCase, found: list[dict[str, Any]]) -> None:
     """Set all steps of a group to the last one, which FusedAdam uses in stage 0."""
     group_of = {
         id(parameter): group
@@ -160,7 +160,7 @@ def _count_by_group(engine: Engine, setup: Setup, found: list[dict[str, Any]]) -
             states["step"] = last[id(group_of[id(flat)])]["step"]
 
 
-def split_full_momenta(engine: Engine, setup: Setup, piece: dict[str, Any]) -> None:
+def split_full_momenta(engine: Engine, setup: EngineCase, piece: dict[str, Any]) -> None:
     """Convert Muon's momenta of full parameters (ZeRO-1/2) to element-wise states.
 
     The momenta are kept for the comparison between ranks.
@@ -183,7 +183,7 @@ def split_full_momenta(engine: Engine, setup: Setup, piece: dict[str, Any]) -> N
                 state["momentum_buffer"] = everything[places.clamp(min=0)] * (places != PADDING)
 
 
-def _piece(engine: Engine, setup: Setup) -> dict[str, Any]:
+def _piece(engine: Engine, setup: EngineCase) -> dict[str, Any]:
     inner = inner_of(engine)
     held = held_values(engine, setup)
     scaler, grad_scaler = scaler_of(engine), grad_scaler_of(engine)
@@ -223,7 +223,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
+def _weights(engine: Engine, setup: EngineCase) -> dict[str, torch.Tensor]:
     """Return the full module weights; in ZeRO-3, check that gathered weights are not stale."""
     parameters = dict(engine.module.named_parameters())
     if setup.zero != "3":
@@ -244,7 +244,7 @@ def _weights(engine: Engine, setup: Setup) -> dict[str, torch.Tensor]:
 # -- the state of all ranks -----------------------------------------------------------------------
 
 
-def dump(engine: Engine, setup: Setup) -> Dump | None:
+def dump(engine: Engine, setup: EngineCase) -> Dump | None:
     """Return the full state that a checkpoint must preserve, on rank 0. Collective."""
     piece = _piece(engine, setup)
     split_full_momenta(engine, setup, piece)
@@ -360,7 +360,7 @@ def unrounded(found: Dump) -> list[str]:
     ]
 
 
-def expected_in(saved: Dump, source: Setup, target: Setup) -> Dump:
+def expected_in(saved: Dump, source: EngineCase, target: EngineCase) -> Dump:
     """Return the state that a run of the target setup must have after loading a saved one."""
     wanted: Dump = {}
     for key, value in saved.items():
@@ -405,7 +405,7 @@ NO_STATES = {"master", "weight", "frozen", "buffer", "group", "counter", "scaler
 """Kinds of entries that are not element-wise states of the optimizer."""
 
 
-def write_state(engine: Engine, setup: Setup, held: Dump, *, states: bool = True) -> None:
+def write_state(engine: Engine, setup: EngineCase, held: Dump, *, states: bool = True) -> None:
     """Write a dump into an engine, optionally without optimizer states. Collective."""
     names = list(trained(setup.model(0)))
     with torch.no_grad():
@@ -430,7 +430,7 @@ def parsed(text: str) -> Any:
 
 
 def _write_flats(
-    engine: Engine, setup: Setup, held: Dump, names: list[str], *, states: bool
+    engine: Engine, setup: EngineCase, held: Dump, names: list[str], *, states: bool
 ) -> None:
     inner = inner_of(engine)
     masters = _whole(held, "master", setup)
@@ -450,7 +450,7 @@ def _write_flats(
             inner.state[flat][name] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _whole(held: Dump, kind: str, setup: Setup) -> torch.Tensor:
+def _whole(held: Dump, kind: str, setup: EngineCase) -> torch.Tensor:
     pieces = []
     for name, parameter in trained(setup.model(0)).items():
         found = held.get(f"{kind}/{name}", torch.zeros(parameter.shape))
@@ -470,7 +470,7 @@ def _writable_scalars(held: Dump, names: list[str]) -> dict[str, Any]:
     return {name: parsed(value) for name, value in found.items()}
 
 
-def _write_weights(engine: Engine, setup: Setup, held: Dump) -> None:
+def _write_weights(engine: Engine, setup: EngineCase, held: Dump) -> None:
     parameters = dict(engine.module.named_parameters())
     trainable = trained(setup.model(0))
     wanted = {n: held[f"{'weight' if n in trainable else 'frozen'}/{n}"] for n in parameters}
@@ -497,7 +497,7 @@ MORE = 2
 Losses = list[list[float]]
 """The losses of each rank."""
 
-TrainOn = Callable[[Engine, Setup, int, int], list[float]]
+TrainOn = Callable[[Engine, EngineCase, int, int], list[float]]
 """Trains steps ``[first, last)`` and returns this rank's losses."""
 
 
@@ -526,7 +526,7 @@ class ReferenceComparison:
 
 
 def compare_with_reference(
-    setup: Setup,
+    setup: EngineCase,
     first: int,
     wanted: Dump | None,
     resumed: tuple[list[float], Dump | None],

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.selection import ConvertOptions
-from tests.support.engines import Setup, engine_of, group_members, make_optimizer, train
+from tests.support.engines import EngineCase, engine_of, group_members, make_optimizer, train
 from tests.support.oracle import dump
 from tests.support.plain_checkpoints import WholeState, write_elastic
 
@@ -216,7 +216,7 @@ def with_lightning(folder: str) -> None:
         assert torch.equal(optimizer.state[parameter]["exp_avg"], state.states[name]["exp_avg"])
 
 
-def _save_engine(folder: str, setup: Setup) -> Any:
+def _save_engine(folder: str, setup: EngineCase) -> Any:
     from lightning_elastic_zero.api import save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -232,7 +232,7 @@ def _save_engine(folder: str, setup: Setup) -> Any:
 def _with_deepspeed(folder: str, zero: str) -> None:
     import deepspeed
 
-    setup = Setup(1, zero, "bf16", grouping="one")
+    setup = EngineCase(1, zero, "bf16", grouping="one")
     wanted = _save_engine(folder, setup)
     model = setup.model(7)
     optimizer = make_optimizer("AdamW", group_members(model, setup.grouping), 3.0)

@@ -17,7 +17,7 @@ from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.storage.object_store import StorePath
 from lightning_elastic_zero.storage.paths import parse_path
 from tests.support.checkpoints import Saved, train_and_save
-from tests.support.engines import Setup
+from tests.support.engines import EngineCase
 from tests.support.ranks import Pools
 from tests.support.store_servers import with_environment
 
@@ -45,7 +45,7 @@ def test_commands_take_urls(
     url = f"{folder}/step-3"
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    local = Saved(Setup(2, "2"), str(tmp_path / "local.ckpt"))
+    local = Saved(EngineCase(2, "2"), str(tmp_path / "local.ckpt"))
     pools.run(2, partial(train_and_save, local))
     save = partial(with_environment, environment, partial(_save_to, local.setup, url))
     requests = pools.run(2, save)[0]
@@ -85,7 +85,7 @@ def test_commands_take_urls(
     assert older[0] == found.out.strip()
 
 
-def _save_to(setup: Setup, url: str) -> int:
+def _save_to(setup: EngineCase, url: str) -> int:
     """Save; return the number of requests of all ranks."""
     from lightning_elastic_zero.api import save_checkpoint
     from tests.support.checkpoints import STEPS
