@@ -408,7 +408,7 @@ class EngineCase:
     def buffers_kept(self) -> tuple[str, ...]:
         if self.net is None:
             return BUFFERS
-        model = self.net(self, 0)
+        model = self.twin().model(0)
         return tuple(name for name, _ in model.named_buffers() if name in model.state_dict())
 
     def model(self, seed: int) -> Any:

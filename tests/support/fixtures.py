@@ -161,9 +161,11 @@ def s3(moto_port: int) -> tuple[str, Mapping[str, str]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def remove_memory_of_killed_ranks() -> Iterator[None]:
-    """Remove it after each file, because many kills would fill the memory during the session."""
+def tidy_up() -> Iterator[None]:
+    """After each file, end idle ranks and remove the memory of killed ones, which would fill it."""
     yield
+    for pools in Pools.all:
+        pools.end_unused()
     remove_shared_memory()
 
 

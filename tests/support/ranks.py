@@ -22,7 +22,8 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
+from weakref import WeakSet
 
 import pytest
 
@@ -186,17 +187,22 @@ class RankServer(Protocol):
 
 
 class Pools:
+    all: ClassVar[WeakSet[Pools]] = WeakSet()
+
     def __init__(self, server: RankServer | None = None) -> None:
         """Use a server; without one, start and end an own fork server."""
         self._own = None if server else ForkServer()
         self._server = server or self._own
         self._worlds: dict[int, World] = {}
+        self._called: set[int] = set()
+        self.all.add(self)
 
     def run(self, world: int, call: Callable[[], T], timeout_s: float = HANG_TIMEOUT_S) -> list[T]:
         """Run ``call`` on all ranks of a world; a failed world is not reused."""
         if world not in self._worlds:
             self._worlds[world] = self.start(world)
         ranks = self._worlds[world]
+        self._called.add(world)
         try:
             for connection in ranks.ranks:
                 connection.send(call)
@@ -212,6 +218,17 @@ class Pools:
     def start(self, world: int) -> World:
         assert self._server is not None
         return self._server.start(world)
+
+    def end_unused(self) -> None:
+        """End the forked worlds that have made no call since the last call of this method.
+
+        An idle rank takes 0.5 % of a core, since its threads of gloo wake up every 10 ms. A new
+        one takes 0.15 s.
+        """
+        if isinstance(self._server, ForkServer):
+            for world in self._worlds.keys() - self._called:
+                self._worlds.pop(world).end()
+        self._called.clear()
 
     def close(self) -> None:
         for world in self._worlds.values():
