@@ -328,6 +328,7 @@ def saved(fork_server: ForkServer) -> list[RankResult]:
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("odd", ["same", "client", "buffers"])
 def test_bytes_do_not_grow_with_the_model(odd: str, saved: list[RankResult]) -> None:
     """Thirty times the parameters, buffers and entries need the same bytes on each rank.

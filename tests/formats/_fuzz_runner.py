@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib
 import os
 import resource
-import subprocess
-import sys
+import time
+import warnings
+from functools import partial
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-ROOT = Path(__file__).parents[2]
+from tests.support.ranks import ForkServer, Program
 
 SPARE_BYTES = 256 << 20
 """Memory that a reader of a few kilobytes may allocate, above the initial size of the process."""
@@ -27,7 +28,7 @@ CASES_PER_PROCESS = 5_000
 """Hypothesis keeps about 20 KB of each case, which count as ``SPARE_BYTES``."""
 
 
-def fuzz(program: str, count: int, first: int, folder: Path) -> None:
+def fuzz(program: str, count: int, first: int, folder: Path, server: ForkServer) -> None:
     """Try ``count`` cases of a program, with seeds from ``first`` on.
 
     Each process tries at most ``CASES_PER_PROCESS`` cases.
@@ -36,26 +37,20 @@ def fuzz(program: str, count: int, first: int, folder: Path) -> None:
         AssertionError: a process failed; the message contains the last case.
     """
     for at in range(0, count, CASES_PER_PROCESS):
-        _fuzz(program, min(CASES_PER_PROCESS, count - at), first + at, folder / "case")
+        number = min(CASES_PER_PROCESS, count - at)
+        call = partial(try_cases, program, number, first + at, folder / "case")
+        _run(server.start_program(call, folder, "fuzz"), number, first + at, folder / "case")
 
 
-def _fuzz(program: str, count: int, seed_number: int, case: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.formats._fuzz_runner", program]
-    done = subprocess.run(
-        [*command, str(count), str(seed_number), str(case)],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    if done.returncode:
+def _run(process: Program, count: int, seed_number: int, case: Path) -> None:
+    code = process.wait(time.monotonic() + TIMEOUT_S)
+    output = f"{process.stdout.read_text()}\n{process.stderr.read_text()}"
+    if code:
         tried = case.read_bytes() if case.exists() else b""
-        status = f"signal {-done.returncode}" if done.returncode < 0 else f"code {done.returncode}"
-        output = f"{done.stdout}\n{done.stderr}"
+        status = f"signal {-code}" if code < 0 else f"code {code}"
         msg = f"seed {seed_number}: ended with {status}; tried last:\n{tried!r}\n{output}"
         raise AssertionError(msg)
-    assert f"{count} cases" in done.stdout
+    assert f"{count} cases" in output
 
 
 def limit_memory() -> None:
@@ -72,13 +67,8 @@ def refuse_much_memory(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def main() -> None:
-    name, count, seed_number, path = (
-        sys.argv[1],
-        int(sys.argv[2]),
-        int(sys.argv[3]),
-        Path(sys.argv[4]),
-    )
+def try_cases(name: str, count: int, seed_number: int, path: Path) -> None:
+    warnings.simplefilter("ignore")
     program = importlib.import_module(f"tests.formats.{name}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
     tried = [0]
@@ -101,7 +91,3 @@ def main() -> None:
     limit_memory()
     run()
     print(f"{count} cases, {tried[0]} tried")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.formats._fuzz_runner import fuzz
+from tests.support.ranks import ForkServer
 
 
 @pytest.mark.cases(1)
@@ -14,6 +15,12 @@ from tests.formats._fuzz_runner import fuzz
 @pytest.mark.parametrize("program", ["_fuzz_files", "_fuzz_metadata"])
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_reader_reads_or_refuses(
-    many: bool, program: str, pytestconfig: pytest.Config, seed: int, tmp_path: Path
+    many: bool,
+    program: str,
+    pytestconfig: pytest.Config,
+    seed: int,
+    fork_server: ForkServer,
+    tmp_path: Path,
 ) -> None:
-    fuzz(program, pytestconfig.getoption("--fuzz-cases") if many else 250, seed, tmp_path)
+    count = pytestconfig.getoption("--fuzz-cases") if many else 250
+    fuzz(program, count, seed, tmp_path, fork_server)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers
 from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
@@ -21,37 +22,50 @@ from lightning_elastic_zero.tools.selection import ConvertOptions
 from tests.support.fits import SMALL_BUCKETS
 from tests.support.plain_checkpoints import make_state, write_elastic
 from tests.support.processes import HANG_TIMEOUT_S, output_of
-from tests.support.ranks import ROOT, Pools
+from tests.support.ranks import ROOT, ForkServer, Pools, Program
 from tests.support.small_checkpoints import names_in
 
-CONVERT = """
-import sys, threading
-from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.tools.conversion import convert_checkpoint
-source, target, to = sys.argv[1:]
 
-def stop(size_bytes):
-    if size_bytes:
-        print("writing", flush=True)
-        threading.Event().wait()
+def convert_in_part(source: Path, target: Path, to: str) -> None:
+    """Convert, and wait forever after a part has been written."""
 
-convert_checkpoint(source, target, to, progress=Progress(show=stop))
-"""
+    def stop(size_bytes: int) -> None:
+        if size_bytes:
+            print("writing", flush=True)
+            threading.Event().wait()
+
+    convert_checkpoint(source, target, to, progress=Progress(show=stop))
 
 
-@contextmanager
-def stopped_conversion(source: Path, target: Path, to: str) -> Iterator[subprocess.Popen[str]]:
-    """Yield a process that is stopped after it has written a part of a conversion."""
-    with subprocess.Popen(
-        [sys.executable, "-c", CONVERT, source, target, to], stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout
-            assert process.stdout.readline() == "writing\n"
-            yield process
-        finally:
-            process.kill()
-            process.wait(HANG_TIMEOUT_S)
+Stopped = Callable[[Path, Path, str], Program]
+
+
+@pytest.fixture
+def stopped_conversion(
+    fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stopped]:
+    """Return a function that starts a process, which has then written a part of a conversion."""
+    programs = []
+
+    def start(source: Path, target: Path, to: str) -> Program:
+        call = partial(convert_in_part, source, target, to)
+        program = fork_server.start_program(call, tmp_path_factory.mktemp("output"), "convert")
+        programs.append(program)
+        end = time.monotonic() + HANG_TIMEOUT_S
+        while not program.stdout.exists() or program.stdout.read_text() != "writing\n":
+            assert program.poll() is None, program.stderr.read_text()
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return program
+
+    yield start
+    for program in programs:
+        kill(program)
+
+
+def kill(program: Program) -> None:
+    program.kill()
+    program.wait(time.monotonic() + HANG_TIMEOUT_S)
 
 
 def hidden(folder: Path) -> list[str]:
@@ -60,29 +74,33 @@ def hidden(folder: Path) -> list[str]:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("to", ["fp32", "safetensors", "lightning", "universal", "dcp"])
-def test_a_killed_conversion_is_removed_by_the_next(to: str, tmp_path: Path) -> None:
+def test_a_killed_conversion_is_removed_by_the_next(
+    to: str, stopped_conversion: Stopped, tmp_path: Path
+) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), 3, 2)
     folder = tmp_path / "out"
     folder.mkdir()
-    with stopped_conversion(source, folder / "target", to) as process:
-        written = hidden(folder)
-        assert len(written) == 2  # The partial result and its owner file.
-        convert_checkpoint(source, folder / "other", "fp32")
-        assert hidden(folder) == written
-        process.kill()
-        process.wait(HANG_TIMEOUT_S)
-        assert hidden(folder) == written
-        assert not (folder / "target").exists()
+    process = stopped_conversion(source, folder / "target", to)
+    written = hidden(folder)
+    assert len(written) == 2  # The partial result and its owner file.
+    convert_checkpoint(source, folder / "other", "fp32")
+    assert hidden(folder) == written
+    kill(process)
+    assert hidden(folder) == written
+    assert not (folder / "target").exists()
     convert_checkpoint(source, folder / "target", to)
     assert names_in(folder) == ["other", "target"]
     if to in {"universal", "dcp"}:
         assert fingerprint_checkpoint(folder / "target") == fingerprint_checkpoint(source)
 
 
-def test_a_foreign_file_in_a_killed_conversion_is_kept(tmp_path: Path) -> None:
+def test_a_foreign_file_in_a_killed_conversion_is_kept(
+    stopped_conversion: Stopped, tmp_path: Path
+) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), 3, 2)
-    with stopped_conversion(source, tmp_path / "target", "safetensors"):
-        (remains,) = (path for path in tmp_path.glob(".zero-export-*") if path.is_dir())
+    process = stopped_conversion(source, tmp_path / "target", "safetensors")
+    (remains,) = (path for path in tmp_path.glob(".zero-export-*") if path.is_dir())
+    kill(process)
     before = names_in(tmp_path)
     for foreign in (remains / "notes.txt", remains / "model.safetensors.bak"):
         foreign.write_text("mine")
@@ -96,10 +114,11 @@ def test_a_foreign_file_in_a_killed_conversion_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_save_removes_a_killed_conversion(tmp_path: Path) -> None:
+def test_a_save_removes_a_killed_conversion(stopped_conversion: Stopped, tmp_path: Path) -> None:
     source = write_elastic(tmp_path / "a.ckpt", make_state(), 3, 2)
-    with stopped_conversion(source, tmp_path / "target", "safetensors"):
-        assert remove_leftovers(tmp_path) == []
+    process = stopped_conversion(source, tmp_path / "target", "safetensors")
+    assert remove_leftovers(tmp_path) == []
+    kill(process)
     (mine := tmp_path / ".zero-export-mine.json").write_text("{}")
     removed, _ = remove_leftovers(tmp_path)
     assert removed.name.startswith(".zero-export-")

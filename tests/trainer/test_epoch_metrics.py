@@ -194,6 +194,7 @@ def saving(root: Path, **options: object) -> RunSpec:
     run = RunSpec(
         save=MOMENTS,
         root=str(root),
+        batch_size=3,
         epochs=4,
         validate=True,
         trainer={"val_check_interval": 0.5, "enable_checkpointing": True},

@@ -63,6 +63,7 @@ def test_changing_frozen_weights_and_buffers_are_exact_after_a_step(
 ) -> None:
     run = RunSpec(
         stage=stage,
+        batch_size=3,
         save=("step 0.2", "validated 1", "epoch 0"),
         root=str(tmp_path),
         validate=True,
