@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NoReturn
 from fsspec import AbstractFileSystem
 from typing_extensions import override
 
+from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import UnsupportedError
 
 
@@ -37,7 +38,10 @@ class NodeFileSystem(AbstractFileSystem):
 
     @override
     def modified(self, path: str) -> datetime:
-        return datetime.fromtimestamp(self.info(path)["mtime"], timezone.utc)
+        manifest = f"{path}/{MANIFEST_NAME}"
+        # A folder is as old as its copy on this node.
+        named = manifest if self.exists(manifest) else path
+        return datetime.fromtimestamp(self.info(named)["mtime"], timezone.utc)
 
     @override
     def _open(self, path: str, *_: Any, **__: Any) -> NoReturn:

@@ -117,6 +117,19 @@ def test_lightning_only_looks_at_a_dirpath(tmp_path: Path) -> None:
         file_system.open(f"{url}/best_k_models.yaml", "w")
 
 
+def test_a_copied_checkpoint_is_as_old_as_its_manifest(tmp_path: Path) -> None:
+    """A node that has just joined has new folders."""
+    older, newer = (
+        tmp_path / name / "manifest.json" for name in ("on_exception.ckpt", "last.ckpt")
+    )
+    for file, ns in [(newer, 2 * 10**9), (older, 10**9)]:
+        file.parent.mkdir()
+        file.touch()
+        os.utime(file, ns=(ns, ns))
+    modified = get_filesystem("node:///").modified
+    assert modified(f"node://{older.parent}") < modified(f"node://{newer}")
+
+
 def fit_with_log(plan: FitSpec) -> tuple[str, dict[str, Any], str]:
     """Return the error, the result and the warnings of a fit."""
     result: dict[str, Any] = {}
