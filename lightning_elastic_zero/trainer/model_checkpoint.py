@@ -18,8 +18,6 @@ there, makes a link of this library.
 
 from __future__ import annotations
 
-import fnmatch
-import glob
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -51,6 +49,10 @@ from lightning_elastic_zero.trainer.lightning import (
 T = TypeVar("T")
 
 _WARNS = "_ModelCheckpoint__warn_if_dir_not_empty"
+
+_ANY = "(?s:.*)"
+_NUMBER = r"(?:[-+]?(?:[\d.]+(?:e[-+]?\d+)?|inf)|nan)"
+"""Patterns of a metric in a name: of any value, and of a number."""
 
 
 def _save_at_step(callback: ModelCheckpoint, trainer: pl.Trainer, *of_batch: Any) -> None:
@@ -213,7 +215,8 @@ class ModelCheckpointHooks:
         """Delete what a callback has saved on nodes and does not know; on rank 0.
 
         Their memory is small. A killed run leaves a checkpoint that it was about to delete. Those
-        that are newer than the loaded one stay, unless they have lost files.
+        that are newer than the loaded one stay, unless they have lost files. So do those of other
+        names: the user's, or of a callback that this run does not have any more.
         """
         if callback.save_top_k <= 0:
             return
@@ -224,9 +227,9 @@ class ModelCheckpointHooks:
             for path in (*each.best_k_models, each.best_model_path, each.last_model_path)
             if path
         }
-        pattern = _names(callback, "*[0-9]*")[0]
+        pattern = _names(callback, _NUMBER)[0]
         for entry in folder_at(str(callback.dirpath)).entries():
-            is_own = fnmatch.fnmatchcase(entry.path.name, pattern) and entry.path not in known
+            is_own = re.fullmatch(pattern, entry.path.name) and entry.path not in known
             if is_own and entry.is_checkpoint() and not entry.is_link():
                 is_older = entry.published_ns() < self._loaded_ns
                 if is_older or not entry.can_replace(entry):
@@ -385,8 +388,8 @@ def _is_lightnings_own(callback: ModelCheckpoint, name: str) -> bool:
     return lightnings is not None and of_its_class is lightnings and name not in vars(callback)
 
 
-def _names(callback: ModelCheckpoint, metric: str = "*") -> list[str]:
-    """Return patterns of the names that a callback may use in its folder.
+def _names(callback: ModelCheckpoint, metric: str = _ANY) -> list[str]:
+    """Return regular expressions of the names that a callback may use in its folder.
 
     ``metric``: the pattern of a value. That of the last checkpoint is the last one.
     """
@@ -395,22 +398,22 @@ def _names(callback: ModelCheckpoint, metric: str = "*") -> list[str]:
         given.append(callback.CHECKPOINT_NAME_LAST)
     return [
         "".join(_pattern(part, callback, metric) for part in re.split(r"(\{[^}]*\})", name))
-        + callback.FILE_EXTENSION
+        + re.escape(callback.FILE_EXTENSION)
         for name in given
     ]
 
 
 def _is_name(callback: ModelCheckpoint, name: str) -> bool:
     """Whether a callback may use a name, or a path with slashes, in its folder."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _names(callback))
+    return any(re.fullmatch(pattern, name) for pattern in _names(callback))
 
 
 def _pattern(part: str, callback: ModelCheckpoint, metric: str) -> str:
     """Return the pattern for a part of a template: a metric in braces, or text."""
     if not part.startswith("{"):
-        return glob.escape(part)
+        return re.escape(part)
     named = f"{part[1:-1].split(':', maxsplit=1)[0]}{callback.CHECKPOINT_EQUALS_CHAR}"
-    return glob.escape(named if callback.auto_insert_metric_name else "") + metric
+    return re.escape(named if callback.auto_insert_metric_name else "") + metric
 
 
 def saves_of(trainer: pl.Trainer, path: str, hook: str) -> dict[str, dict[str, Any]]:

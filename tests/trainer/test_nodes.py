@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -9,18 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage import node_files
 from lightning_elastic_zero.storage.node_files import NodeFiles
 from lightning_elastic_zero.storage.node_http import Peer
+from lightning_elastic_zero.trainer.model_checkpoint import ModelCheckpointHooks
 from tests.support.fits import Data, FitSpec, RegressionNet, WeightRecorder, evaluate, fit
 from tests.support.launch import Job, run_ranks
 from tests.support.nodes import Nodes, enter, needs_mounts
@@ -128,6 +133,28 @@ def test_a_copied_checkpoint_is_as_old_as_its_manifest(tmp_path: Path) -> None:
         os.utime(file, ns=(ns, ns))
     modified = get_filesystem("node:///").modified
     assert modified(f"node://{older.parent}") < modified(f"node://{newer}")
+
+
+@pytest.mark.parametrize("with_names", [True, False])
+def test_leftovers_are_of_the_callbacks_own_names(tmp_path: Path, *, with_names: bool) -> None:
+    """Not the user's, nor those of a callback that the run does not have any more."""
+    equals = "step=" if with_names else ""
+    own, kept = f"{equals}1", [f"{equals}2", f"{equals}1-val_loss=0.5", "before-1", "best-0.5"]
+    for name in (own, *kept):
+        folder = tmp_path / f"{name}.ckpt"
+        folder.mkdir()
+        (folder / MANIFEST_NAME).write_text(json.dumps({"format": FORMAT, "save_id": "0" * 32}))
+    url, removed = f"node://{tmp_path}", list[str]()
+    callback = ModelCheckpoint(
+        url, "{step}", monitor="step", save_top_k=2, auto_insert_metric_name=with_names
+    )
+    callback.best_k_models = {f"{url}/{kept[0]}.ckpt": torch.tensor(2)}
+    manager: Any = SimpleNamespace(remove=removed.append)
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback])
+    hooks = ModelCheckpointHooks(manager, lambda *_: None)
+    hooks._loaded_ns = 2**62
+    hooks._delete_leftovers(trainer, callback)
+    assert removed == [f"{url}/{own}.ckpt"]
 
 
 def fit_with_log(plan: FitSpec) -> tuple[str, dict[str, Any], str]:
