@@ -29,7 +29,7 @@ pytestmark = pytest.mark.engine
 
 TOKENS, LENGTH, SAMPLES = 48, 6, 12
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """Of losses, whose sums have another order on other ranks."""
 
 
@@ -56,8 +56,6 @@ class Grid:
         zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 0}
         if "offload" in self.extra:
             zero["offload_optimizer"] = {"device": "cpu"}
-        if "round robin" in self.extra:
-            zero["round_robin_gradients"] = True
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": SAMPLES // self.data,
             "zero_optimization": zero,
@@ -90,6 +88,8 @@ def language_model(grid: Grid, seed: int) -> nn.Module:
         "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config),
     }
     kind, config = kinds[grid.model]
+    if "biases" in grid.extra:
+        sizes |= {"attention_bias": True, "mlp_bias": True}
     model: nn.Module = kind(config(**sizes))
     model.register_buffer("seen", torch.tensor(float(seed)))
     model.get_submodule("model.layers.0.mlp.up_proj").requires_grad_("frozen" not in grid.extra)
@@ -243,7 +243,6 @@ MATRIX = [
     *((Grid(1, 3, stage), Grid(2, 2, 3 - stage)) for stage in range(4)),
     (Grid(2, 2, 1, "bf16"), Grid(3, 1, 1, "bf16")),
     (Grid(2, 2, 0, "bf16"), Grid(1, 2, 1, "bf16")),
-    (Grid(1, 2, 1, "fp16"), Grid(2, 1, 1, "fp16")),
     *(
         (Grid(2, 2, stage, model=model, extra=extra), Grid(3, 1, stage, model=model, extra=extra))
         for stage, model, extra in (
@@ -251,9 +250,9 @@ MATRIX = [
             (2, "qwen2", ()),
             (2, "llama", ("offload",)),
             (3, "llama", ("offload",)),
-            (1, "llama", ("round robin",)),
             (1, "llama", ("frozen",)),
             (3, "llama", ("frozen",)),
+            (2, "llama", ("biases",)),
         )
     ),
 ]
