@@ -118,7 +118,7 @@ def save_after(plan: FitSpec, verb: str) -> dict[str, Any]:
     for name in ("before", "after"):
         path, root = f"{plan.root}/{name}.ckpt", f"{plan.root}/of {name}"
         resumed = replace(plan, root=root, epochs=plan.epochs + 2, ckpt_path=path, seed=7)
-        found[name] = {**fit(resumed), "best": ""}
+        found[name] = {**fit(resumed), "best": "", "loaded": ""}
     return found
 
 

@@ -130,7 +130,6 @@ def test_a_strategy_can_be_pickled_and_copied_without_sharing(copied: Callable[[
     assert other._checkpoints._hooks._manager is manager
     assert other._checkpoints._hooks._link.__self__ is other._checkpoints
     assert other._checkpoints._get_ranks.__self__ is other
-    assert other._checkpoints.prepare.__self__ is other._checkpoints._hooks
     assert other._checkpoints._resumer is other._resumer
     assert other._resumer._batches is other._resumer.recorder._batches is other._batches
     assert other._checkpoints._settings is other._batches.settings
