@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_elastic_zero.checkpoint.newest import find_newest
 from lightning_elastic_zero.coordination.ranks import Ranks
@@ -100,9 +100,9 @@ def _saving(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 
 def _folders(trainer: pl.Trainer) -> list[str]:
-    """Return the folders of all callbacks that save, also of ``OnExceptionCheckpoint``."""
-    given = (getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
-    return list(dict.fromkeys(str(folder) for folder in given if folder))
+    callbacks = trainer.checkpoint_callbacks
+    known = [c for c in callbacks if isinstance(c, (ModelCheckpoint, OnExceptionCheckpoint))]
+    return list(dict.fromkeys(str(c.dirpath) for c in known if c.dirpath))
 
 
 def _is_remote(callback: ModelCheckpoint) -> bool:

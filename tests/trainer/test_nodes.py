@@ -104,10 +104,20 @@ def test_a_lost_node_costs_no_step(nodes: Nodes, *, async_save: bool) -> None:
     assert names(nodes, 2) == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
     assert names(nodes, 1) == ["last.ckpt", "step=0.ckpt", "step=5.ckpt", "step=6.ckpt"]
     assert users.joinpath("notes.txt").exists()
-    nodes.lose(2)
-    with nodes.world(1) as run:
-        third = run(partial(fit, replace(resumed, epochs=4)))[0]
-    assert third["start"] == second["end"]
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_fewer_and_more_nodes(nodes: Nodes) -> None:
+    plan = FitSpec(nodes.url, checkpoint=EACH_STEP, ckpt_path="last")
+    with nodes.world(0, 1) as run:
+        before = run(partial(fit, plan))[0]
+    nodes.lose(0)
+    for epochs, world in ((2, (1,)), (3, (3, 1, 0))):
+        with nodes.world(*world) as run:
+            resumed = run(partial(fit, replace(plan, epochs=epochs, seed=1)))[0]
+        assert resumed["start"] == before["end"]
+        before = resumed
 
 
 def test_lightning_only_looks_at_a_dirpath(tmp_path: Path) -> None:
