@@ -151,7 +151,7 @@ def save_checkpoint(
             (numbers, strings, tensors, lists, dicts). It should be equal on all ranks: rank 0's is
             saved, with a warning that names an entry that differs.
         rank_state: Your own state of this rank, such as random states or that of a data loader. A
-            load on the same number of ranks returns it (``LoadResult.rank_state``).
+            load on as many ranks (data and tensor ranks) returns it (``LoadResult.rank_state``).
         weights_only: Omit the optimizer state.
         exclude_frozen_parameters: Omit weights that the optimizer does not own.
         save_module_weights: Also write the low-precision weights, which can be computed from the

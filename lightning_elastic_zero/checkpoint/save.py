@@ -442,9 +442,9 @@ def _complete(
     folder, contents, manifest = staged.path, looked.contents, looked.contents.manifest
     differences = [of_rank.differences for of_rank in written]
     kept = {kind for of_rank in written for kind in of_rank.kept}
+    shards = check_shards(manifest, [of_rank.shard for of_rank in written])
     if check_consistent(looked.compared, manifest, differences):
         kept.add(SCALARS)
-    shards = check_shards(manifest, [of_rank.shard for of_rank in written])
     warned = contents.options.warned_entries
     warn_of_differences(looked.compared, manifest, differences, warned)
     write_durably(folder / LATEST, TAG.encode())

@@ -142,7 +142,7 @@ class LoadResult:
     source_summary: str = ""
     """Kind, writer and missing state of an incomplete checkpoint; otherwise empty."""
     rank_state: dict[str, Any] = field(default_factory=dict)
-    """Your ``rank_state`` of this rank; empty on another number of ranks than at the save."""
+    """Your ``rank_state`` of this rank; empty on other numbers of data or tensor ranks."""
     instead_of: str = ""
     """The damaged checkpoint that an older one replaced (``fallback``); usually empty."""
     group_origins: tuple[int | None, ...] = ()

@@ -15,7 +15,7 @@ from torch import distributed
 
 from lightning_elastic_zero.core.cuts import Cut
 from lightning_elastic_zero.core.requirements import DEEPSPEED
-from lightning_elastic_zero.engine.addresses import parameter_names
+from lightning_elastic_zero.engine.addresses import full_shape, parameter_names
 from lightning_elastic_zero.engine.deepspeed import cut_by_autotp
 
 FIRST_RELEASE = "0.19.8"
@@ -78,7 +78,8 @@ def unfit_run(engine: Any, release: str) -> Iterator[str]:
             f"the optimizer {found[0]} with tensor parallelism: its update depends on whole "
             "parameters, of which each tensor rank has a part; use Adam or AdamW"
         )
-    yield from _unfit_cuts(names, size)
+    unfit = [*_unfit_cuts(names, size)]
+    yield from unfit or _unfit_shapes(names, size, tensor_rank)
 
 
 def cuts_of(
@@ -96,6 +97,20 @@ def cuts_of(
         if cut is not None:
             found[parameter] = cut
     return found
+
+
+def _unfit_shapes(
+    names: Mapping[torch.nn.Parameter, Sequence[str]], size: int, tensor_rank: int
+) -> Iterator[str]:
+    """Yield the shards that have another shape than DeepSpeed describes."""
+    for parameter, (cut, whole) in cuts_of(names, size).items():
+        shape, described = full_shape(parameter), cut.shape_on(tensor_rank, size, whole)
+        if shape != described:
+            yield (
+                f"{cut.name}, whose shard has the shape {shape}, but is described as a part "
+                f"{described} of {whole}: use a layer spec of AutoTP without shape, or with as "
+                "many dimensions as the weight has"
+            )
 
 
 def _unfit_cuts(names: Mapping[torch.nn.Parameter, Sequence[str]], size: int) -> Iterator[str]:

@@ -34,6 +34,7 @@ from lightning_elastic_zero.checkpoint.types import (
     SaveRequest,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.compatibility import describe_devices
 from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.data_progress.counters import with_loader_states
@@ -487,10 +488,9 @@ def with_rank_state(
 def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:
     """Return one line: the checkpoint, its origin, the position in the run, and the cost."""
     manifest, state, stats = loaded.manifest, loaded.client_state, loaded.stats
-    saved_devices, live_devices = (
-        f"{count} device{'s' if count > 1 else ''}" for count in (manifest.world_size, world_size)
-    )
-    origin = loaded.source_summary or f"saved on {saved_devices} with ZeRO-{manifest.stage}"
+    live_devices = f"{world_size} device{'s' if world_size > 1 else ''}"
+    saved = f"saved on {describe_devices(manifest)} with ZeRO-{manifest.stage}"
+    origin = loaded.source_summary or saved
     counted = state.get("global_step")
     step = counted if type(counted) is int else stats.step
     is_new_run = manifest.weights_only or VERSION_KEY not in state or counted_loops(state) is None

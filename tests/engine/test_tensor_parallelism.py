@@ -56,6 +56,8 @@ class Grid:
         zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 0}
         if "offload" in self.extra:
             zero["offload_optimizer"] = {"device": "cpu"}
+        if "sub-groups" in self.extra:
+            zero["sub_group_size"] = 300
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": SAMPLES // self.data,
             "zero_optimization": zero,
@@ -66,6 +68,11 @@ class Grid:
             config[self.precision] = {"enabled": True}
         if self.tensor > 1:
             config["tensor_parallel"] = {"autotp_size": self.tensor, "preset_model": self.model}
+        if "view" in self.extra:
+            spec: dict[str, Any] = {"patterns": [".*up_proj.weight$"], "partition_type": "column"}
+            spec |= {"shape": [2, -1, 24], "partition_dim": 1}
+            rules = {"use_default_specs": False, "layer_specs": [spec]}
+            config["tensor_parallel"]["partition_config"] = rules
         return config
 
 
@@ -347,6 +354,23 @@ def test_copies_that_drifted_apart_are_named_and_kept(pools: Pools, tmp_path: Pa
     assert [weight for _, weight in found] == [2.0, 3.0]
 
 
+def warnings_on(grid: Grid, path: str) -> list[str]:
+    from lightning_elastic_zero.api import save_checkpoint
+
+    with engine_on(grid, 0) as engine:
+        train_on(engine, grid, 0, 4)
+        with captured_log("lightning_elastic_zero") as logs:
+            save_checkpoint(engine, path)
+        return logs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 3])
+def test_uneven_cuts_do_not_make_copies_differ(stage: int, pools: Pools, tmp_path: Path) -> None:
+    call = partial(warnings_on, Grid(2, 3, stage), str(tmp_path / "a"))
+    assert pools.run(6, call)[0] == []
+
+
 def measured_on(grid: Grid, path: str) -> list[float]:
     """Save with a measurement of each rank's part as optimizer state; return those restored."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
@@ -377,7 +401,24 @@ def refusal_on(grid: Grid, path: str) -> str:
 
 
 @pytest.mark.long
-def test_tensor_ranks_without_elements_are_refused(pools: Pools, tmp_path: Path) -> None:
-    text = pools.run(4, partial(refusal_on, Grid(4, 1), str(tmp_path / "a")))[0]
-    assert "self_attn.k_proj.weight: 4 tensor ranks, of which some have none of its el" in text
+@pytest.mark.parametrize(
+    ("grid", "reason"),
+    [
+        (Grid(4, 1), "self_attn.k_proj.weight: 4 tensor ranks, of which some have none of its el"),
+        (
+            Grid(2, 1, 3, extra=("sub-groups",)),
+            "because their shards have other sizes: increase zero_optimization.sub_group_size",
+        ),
+        (
+            Grid(2, 1, extra=("view",)),
+            "up_proj.weight, whose shard has the shape (10, 24), but is described as a part (2, 5,",
+        ),
+    ],
+    ids=str,
+)
+def test_shards_that_cannot_be_described_are_refused(
+    grid: Grid, reason: str, pools: Pools, tmp_path: Path
+) -> None:
+    text = pools.run(grid.world, partial(refusal_on, grid, str(tmp_path / "a")))[0]
+    assert reason in text
     assert not list(tmp_path.iterdir())
