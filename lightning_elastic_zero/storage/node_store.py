@@ -77,6 +77,13 @@ class JoinedFolder:
         """The nodes that get copies of this rank's files."""
         return self.next[: self.copies - 1]
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget where deleted files were."""
+        for name in names:
+            self.holders.pop(name, None)
+            self.answered.pop(name, None)
+            self.distrusted.discard(name)
+
     def close(self) -> None:
         """Stop serving it, and close connections to other nodes."""
         for peer in self.peers:
@@ -269,6 +276,7 @@ class NodeStore(Store):
                 # Here at last: after a failure, another call finds them and deletes them again.
                 with folder.files.changing(names, folder.world):
                     folder.files.delete(names)
+            folder.forget(names)
 
     # -- folders -----------------------------------------------------------------------------
 

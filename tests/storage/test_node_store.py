@@ -556,3 +556,15 @@ def test_a_list_of_one_checkpoint_forgets_no_other(nodes: list[Node]) -> None:
     with VerifiedFile(StorePath(NODES, folder), entry, SAVE) as read:
         StorePath(NODES, KEY).store.objects_below(f"{KEY}/step-1")
         assert bytes(read.read(0, len(DATA))) == DATA
+
+
+def test_deleted_files_are_forgotten(nodes: list[Node]) -> None:
+    """Otherwise, lists would take longer with each step that is saved and deleted."""
+    store = nodes[0].store
+    store.put(FILE, DATA)
+    assert store.size(FILE) == len(DATA)
+    joined = store.joined(KEY)
+    assert joined is not None
+    assert joined.holders
+    store.delete([FILE])
+    assert not joined.holders
