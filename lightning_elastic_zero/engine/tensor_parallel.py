@@ -6,13 +6,13 @@ of a layer that it has cut which elements each tensor rank has; all other parame
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import distributed
 
+from lightning_elastic_zero.core.autotp import autotp_cut
 from lightning_elastic_zero.core.cuts import Cut
 from lightning_elastic_zero.core.requirements import DEEPSPEED
 from lightning_elastic_zero.engine.addresses import full_shape, parameter_names
@@ -91,10 +91,8 @@ def cuts_of(
     """
     found = {}
     for parameter, of_parameter in names.items():
-        if (about := cut_by_autotp(parameter)) is None:
-            continue
-        cut = _cut(of_parameter[0], about, size)
-        if cut is not None:
+        about = cut_by_autotp(parameter)
+        if about and (cut := autotp_cut(of_parameter[0], about, size)):
             found[parameter] = cut
     return found
 
@@ -121,67 +119,11 @@ def _unfit_cuts(names: Mapping[torch.nn.Parameter, Sequence[str]], size: int) ->
             continue
         described += 1
         try:
-            cut = _cut(of_parameter[0], about, size)
+            autotp_cut(of_parameter[0], about, size)
         except ValueError as error:
-            yield f"{of_parameter[0]}: {error}"
-            continue
-        if cut is not None and not all(sum(cut[0].of_rank(r, size)) for r in range(size)):
-            yield (
-                f"{of_parameter[0]}: {size} tensor ranks, of which some have none of its elements; "
-                "use fewer, at most the number of key-value heads"
-            )
+            yield f"{of_parameter[0]} with tensor parallelism: {error}"
     if not described:
         yield (
             "tensor parallelism without a layer that DeepSpeed has cut: use "
             "tensor_parallel.autotp_size with a model that AutoTP knows"
         )
-
-
-def _cut(name: str, about: Mapping[str, Any], size: int) -> tuple[Cut, tuple[int, ...]] | None:
-    """Return a parameter's cut and its whole shape; None if each tensor rank has all of it.
-
-    Raises ValueError if its layout is another one.
-    """
-    if reason := about.get("unsupported_reason"):
-        raise ValueError(reason)
-    if (layout := about.get("affine_map")) is None:
-        msg = "DeepSpeed does not describe its layout"
-        raise ValueError(msg)
-    ranks = [layout["ranks"][rank] for rank in range(size)]
-    whole = tuple(layout["logical_shape"])
-    if any(piece.get("scale", 1.0) != 1.0 for rank in ranks for piece in rank["pieces"]):
-        msg = "each tensor rank has it divided by a factor, which depends on their number"
-        raise ValueError(msg)
-    shapes = [tuple(rank["shard_shape"]) for rank in ranks]
-    if all(shape == whole for shape in shapes):
-        return None
-    (dimension,) = {
-        d for shape in shapes for d, (a, b) in enumerate(zip(shape, whole, strict=True)) if a != b
-    } or {0}
-    widths = [[piece["shape"][dimension] for piece in rank["pieces"]] for rank in ranks]
-    cut = Cut(name, dimension, tuple(width for part in zip(*widths, strict=True) for width in part))
-    if any(rank["pieces"] != _pieces(cut, index, size, whole) for index, rank in enumerate(ranks)):
-        msg = "tensor ranks have neither slices of one dimension nor copies"
-        raise ValueError(msg)
-    return cut, whole
-
-
-def _pieces(cut: Cut, rank: int, size: int, whole: Sequence[int]) -> list[dict[str, object]]:
-    """Return DeepSpeed's description of a tensor rank's part of each fused parameter."""
-    at, found, start = cut.dimension, [], 0
-    inner, shard = math.prod(whole[at + 1 :]), cut.shape_on(rank, size, whole)
-    for first in range(rank, len(cut.widths), size):
-        found.append(
-            {
-                "shape": [*whole[:at], cut.widths[first], *whole[at + 1 :]],
-                "source": [sum(cut.widths[:first]) * inner, _strides(whole)],
-                "dest": [start * inner, _strides(shard)],
-                "locations": [rank],
-            }
-        )
-        start += cut.widths[first]
-    return found
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

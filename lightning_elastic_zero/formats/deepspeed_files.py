@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Plain
-from lightning_elastic_zero.core.save_files import LATEST
+from lightning_elastic_zero.core.save_files import LATEST, tensor_rank_of
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
@@ -91,6 +91,8 @@ class TagFolder:
     """The one model file of ZeRO-1/2; empty in ZeRO-3."""
     models: Mapping[int, str] = field(default_factory=dict)
     """ZeRO-3: each rank's model file."""
+    last: str = ""
+    """A file of the last tensor rank."""
 
 
 def check_saved_name(path: Path, saved_as: str) -> None:
@@ -162,27 +164,26 @@ def find_tag_folder(path: Path) -> Path | None:
     return path / tags[0] if tags else None
 
 
-def read_tag_folder(path: Path) -> TagFolder:
-    """Sort the files of a tag's folder."""
+def read_tag_folder(path: Path, tensor_rank: int = 0) -> TagFolder:
+    """Sort the files of a tensor rank in a tag's folder."""
     optimizer: dict[str, dict[int, str]] = {}
-    model, models = "", {}
+    model, models, last = "", {}, ""
     for name in sorted(entry.name for entry in path.iterdir()):
-        parallel = _PARALLEL.fullmatch(name)
-        if found := _OPTIMIZER.fullmatch(name):
-            parallel = found if int(found[3]) else None
-            optimizer.setdefault(found[1], {})[int(found[2])] = name
-        elif found := _MODEL_3.fullmatch(name):
-            parallel = found if int(found[2]) else None
-            models[int(found[1])] = name
-        elif found := _MODEL.fullmatch(name):
-            parallel = found if int(found[1]) else None
-            model = name
-        if parallel:
+        if _PARALLEL.fullmatch(name):
             msg = (
-                f"{path / name} was written with tensor, pipeline or expert parallelism: this "
-                "library resumes data-parallel (ZeRO) runs only"
+                f"{path / name} was written with pipeline or expert parallelism, which this "
+                "library does not support"
             )
             raise UnsupportedError(msg)
+        last = max(last, name, key=tensor_rank_of)
+        if found := _OPTIMIZER.fullmatch(name):
+            if int(found[3]) == tensor_rank:
+                optimizer.setdefault(found[1], {})[int(found[2])] = name
+        elif found := _MODEL_3.fullmatch(name):
+            if int(found[2]) == tensor_rank:
+                models[int(found[1])] = name
+        elif (found := _MODEL.fullmatch(name)) and int(found[1]) == tensor_rank:
+            model = name
     # A Universal Checkpoint may have model files of both kinds.
     if model and models and not is_universal(path):
         msg = (
@@ -190,7 +191,7 @@ def read_tag_folder(path: Path) -> TagFolder:
             "two runs were saved into one folder. Remove the files of one of them"
         )
         raise CheckpointFormatError(msg)
-    return TagFolder(optimizer, model, models)
+    return TagFolder(optimizer, model, models, last)
 
 
 def describe_missing_latest(path: AnyPath) -> str:

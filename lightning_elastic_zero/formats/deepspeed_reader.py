@@ -20,6 +20,7 @@ them at wrong offsets. In ZeRO-1/2, their masters do not round to the weights in
 from __future__ import annotations
 
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -27,6 +28,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from lightning_elastic_zero.core.autotp import autotp_cut
+from lightning_elastic_zero.core.cuts import Cut
 from lightning_elastic_zero.core.layout import Fragment, Layout, Transfer, spans
 from lightning_elastic_zero.core.manifest import (
     STAGE_WEIGHTS,
@@ -47,8 +50,10 @@ from lightning_elastic_zero.core.partition import (
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.save_files import (
     MODEL_NAME,
+    model_name,
     optimizer_name,
     partitioned_model_name,
+    tensor_rank_of,
 )
 from lightning_elastic_zero.core.tensors import (
     Scalar,
@@ -89,6 +94,7 @@ from lightning_elastic_zero.formats.reader import (
     plain_hyperparameters,
     read_run,
 )
+from lightning_elastic_zero.formats.sharded import ShardedReader, whole_manifest
 from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun
 
 ENGINE_KEYS = frozenset(
@@ -149,9 +155,7 @@ class ModelFile:
                 "optimizer, and cannot be resumed"
             )
             raise CheckpointFormatError(msg)
-        if int(tree.get("mp_world_size") or 1) != 1:
-            msg = f"{where} was written with tensor parallelism, which is not supported"
-            raise UnsupportedError(msg)
+        self.tensor_ranks = int(tree.get("mp_world_size") or 1)
         # Extra states may be tensors too.
         module = {n: value for n, value in _module_of(tree).items() if not is_extra_state(n)}
         self.world_size = int(tree["dp_world_size"])
@@ -218,6 +222,36 @@ class ModelFile:
                 )
                 raise CheckpointFormatError(msg)
 
+    def cuts(self) -> dict[str, tuple[Cut, tuple[int, ...]]]:
+        """Return the cuts of parameters over tensor ranks, with their whole shapes.
+
+        Raises UnsupportedError if one has another layout, or the file describes none.
+        """
+        about = self._files.tree(self.name).get("universal_checkpoint_info") or {}
+        layouts = (about.get("affine_map") or {}).get("params") or {}
+        refused = about.get("autotp_unsupported_parameter_patterns") or {}
+        found = {}
+        owned = {name: shape for group in self.shapes for name, shape in group.items()}
+        for name, shape in {**self.frozen, **owned}.items():
+            pattern = rf"^{re.escape(name)}$"
+            layout = layouts.get(pattern)
+            try:
+                described = {"affine_map": layout, "unsupported_reason": refused.get(pattern)}
+                cut = autotp_cut(name, described, self.tensor_ranks)
+                if cut is None and layout and tuple(layout["logical_shape"]) != shape:
+                    msg = "zero.Init partitioned it over the tensor ranks too"
+                    raise ValueError(msg)  # noqa: TRY301 (reported with the others)
+            except ValueError as error:
+                msg = (
+                    f"{self._files.folder / self.name} was written with tensor parallelism, and "
+                    f"{name} cannot be read: {error}. AutoTP of DeepSpeed 0.19.8 writes "
+                    "checkpoints that can"
+                )
+                raise UnsupportedError(msg) from error
+            if cut:
+                found[name] = cut
+        return found
+
     def load_shared(self, loss_scaler: Mapping[str, Plain]) -> SharedState:
         """Return buffers, and the state that Lightning or the user saved."""
         tree = self._files.tree(self.name)
@@ -241,6 +275,9 @@ def _progress(tree: Mapping[str, Any]) -> TrainingProgress:
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     batch, micro, accumulation = (n if type(n := config.get(k)) is int else None for k in sizes)
     steps, samples = (int(tree.get(name) or 0) for name in ("global_steps", "global_samples"))
+    # DeepSpeed takes tensor ranks for data ranks.
+    overcount = int(tree.get("mp_world_size") or 1)
+    batch, samples = batch and batch // overcount, samples // overcount
     world_size = int(tree["dp_world_size"])
     # The user gives two of the three sizes, or one, and DeepSpeed computes the others.
     if accumulation is None:
@@ -269,13 +306,21 @@ class TagReader(CheckpointReader):
     There is one ``mp_rank_00_model_states.pt`` in ZeRO-1/2, and one file per rank in ZeRO-3.
     """
 
-    def __init__(self, files: ForeignFiles) -> None:
+    def __init__(self, files: ForeignFiles, tensor_rank: int = 0) -> None:
         self.files = files
-        self._folder = read_tag_folder(files.folder)
+        self._tensor_rank = tensor_rank
+        self._folder = read_tag_folder(files.folder, tensor_rank)
         self._partitioned = not self._folder.model
         """Whether the weights are partitioned (ZeRO-3)."""
         self._check_required_files()
         self._first = ModelFile(self.files, self._model_name(0))
+        if tensor_rank_of(self._folder.last) >= self._first.tensor_ranks:
+            msg = (
+                f"{files.folder} contains {self._folder.last}, but {self._first.name} is of a run "
+                f"with {self._first.tensor_ranks} tensor ranks: two runs were saved into one "
+                "folder. Remove the files of one of them"
+            )
+            raise UnsupportedError(msg)
         if self._partitioned:
             self._check_number(len(self._folder.models))
         shared = self._first.buffers and not self._partitioned
@@ -291,17 +336,20 @@ class TagReader(CheckpointReader):
         if self._folder.model:
             return self._folder.model
         if not self._folder.models:  # The stage is unknown.
-            either = f"{MODEL_NAME} (of ZeRO-1/2) or {partitioned_model_name(rank)} (of ZeRO-3)"
-            self._refuse_missing([either])
+            whole, part = model_name(self._tensor_rank), self._partitioned_name(rank)
+            self._refuse_missing([f"{whole} (of ZeRO-1/2) or {part} (of ZeRO-3)"])
         if rank not in self._folder.models:
-            self._refuse_missing([partitioned_model_name(rank)])
+            self._refuse_missing([self._partitioned_name(rank)])
         return self._folder.models[rank]
 
     def _model_names(self) -> list[str]:
         """Return the names of all ranks' files, including missing ones."""
         if self._folder.model:
             return [self._folder.model]
-        return [partitioned_model_name(rank) for rank in range(self._first.world_size)]
+        return [self._partitioned_name(rank) for rank in range(self._first.world_size)]
+
+    def _partitioned_name(self, rank: int) -> str:
+        return partitioned_model_name(rank, self._tensor_rank)
 
     def _check_number(self, file_count: int) -> None:
         """Refuse files that name so many ranks that their names would fill the memory."""
@@ -390,6 +438,11 @@ class TagReader(CheckpointReader):
         model = ModelFile(self.files, self._model_name(rank)) if same else self._first
         return model.load_shared(self._loss_scaler())
 
+    def with_own_state(self, shared: SharedState, rank: int) -> SharedState:
+        if not self._partitioned:
+            return shared
+        return ModelFile(self.files, self._model_name(rank)).load_shared(shared.loss_scaler)
+
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         name = self._first.name
         module = self.files.tree(name)["module"]
@@ -432,17 +485,44 @@ class TagReader(CheckpointReader):
         """Return the fields of the loss scaler."""
 
 
-class ZeroReader(TagReader):
-    """The folder of one tag of stock DeepSpeed."""
+def open_tag(files: ForeignFiles) -> CheckpointReader:
+    """Open the folder of one tag of stock DeepSpeed.
 
-    def __init__(self, files: ForeignFiles) -> None:
-        super().__init__(files)
+    Raises UnsupportedError for tensor parallelism other than AutoTP's, CheckpointCorruptedError if
+    files are missing, CheckpointFormatError if the files of tensor ranks are not of one save.
+    """
+    first = ZeroReader(files)
+    if first.model.tensor_ranks == 1:
+        return first
+    shards = [first, *(ZeroReader(files, rank) for rank in range(1, first.model.tensor_ranks))]
+    for shard in shards:
+        if _identity(shard) != _identity(first):
+            msg = (
+                f"{files.folder}: {first.model.name} and {shard.model.name} differ in their stage, "
+                f"number of ranks, step counters or parameters: they are not of one save. "
+                f"{RESUME_FROM_ANOTHER}"
+            )
+            raise CheckpointFormatError(msg)
+    return ShardedReader(whole_manifest([s.manifest for s in shards], first.model.cuts()), shards)
+
+
+def _identity(shard: ZeroReader) -> tuple[object, ...]:
+    of = shard.manifest
+    names = [buffer.names for buffer in of.buffers]
+    return of.stage, of.world_size, of.progress, names, [p.name for p in of.parameters]
+
+
+class ZeroReader(TagReader):
+    """The files of one tensor rank in the folder of one tag of stock DeepSpeed."""
+
+    def __init__(self, files: ForeignFiles, tensor_rank: int = 0) -> None:
+        super().__init__(files, tensor_rank)
         first = self._first
         # The shards of the model file's precision.
         wanted = ("bf16_", "") if first.dtype == torch.bfloat16 else ("", "fp16_")
         prefixes = [prefix for prefix in wanted if prefix in self._folder.optimizer]
         if not prefixes:
-            self._refuse_missing([optimizer_name(0, wanted[0])])
+            self._refuse_missing([optimizer_name(0, wanted[0], tensor_rank)])
         self._prefix = prefixes[0]
         self._shard_names = self._folder.optimizer[self._prefix]
         self._check_number(len(self._shard_names))
@@ -476,18 +556,19 @@ class ZeroReader(TagReader):
 
     def _shard_name(self, rank: int) -> str:
         if rank not in self._shard_names:
-            self._refuse_missing([optimizer_name(rank, self._prefix)])
+            self._refuse_missing([self._full_name(rank)])
         return self._shard_names[rank]
+
+    def _full_name(self, rank: int) -> str:
+        return optimizer_name(rank, self._prefix, self._tensor_rank)
 
     def names(self) -> Sequence[str]:
         ranks = range(self._first.world_size)
-        return [*self._model_names(), *(optimizer_name(rank, self._prefix) for rank in ranks)]
+        return [*self._model_names(), *map(self._full_name, ranks)]
 
     def check_files(self) -> None:
         ranks = range(self._first.world_size)
-        missing = [
-            optimizer_name(rank, self._prefix) for rank in ranks if rank not in self._shard_names
-        ]
+        missing = [self._full_name(rank) for rank in ranks if rank not in self._shard_names]
         self._check_model_files(missing)
         self._shards.check_all()
 
@@ -500,6 +581,11 @@ class ZeroReader(TagReader):
     @property
     def counts_steps(self) -> bool:
         return bool(self._shards.steps())
+
+    @property
+    def model(self) -> ModelFile:
+        """The model file of data rank 0."""
+        return self._first
 
     def _manifest(self) -> Manifest:
         shards = self._shards
@@ -532,6 +618,12 @@ class UniversalReader(TagReader):
 
     def __init__(self, files: ForeignFiles) -> None:
         super().__init__(files)
+        if self._first.tensor_ranks > 1:
+            msg = (
+                f"{files.folder} is a Universal Checkpoint of a run with tensor parallelism: pass "
+                "the checkpoint from which ds_to_universal made it"
+            )
+            raise UnsupportedError(msg)
         self._numels = self._first.numels
         self._numel_of = {name: n for numels in self._numels for name, n in numels.items()}
         self._stage = STAGE_WEIGHTS if self._partitioned else 1

@@ -31,7 +31,7 @@ from lightning_elastic_zero.formats.deepspeed_files import (
     is_universal,
     read_tag_folder,
 )
-from lightning_elastic_zero.formats.deepspeed_reader import UniversalReader, ZeroReader
+from lightning_elastic_zero.formats.deepspeed_reader import UniversalReader, open_tag
 from lightning_elastic_zero.formats.dumps import TABLE_NAME, DumpsReader
 from lightning_elastic_zero.formats.elastic import open_elastic
 from lightning_elastic_zero.formats.full_state import SingleFileReader, is_unpartitioned
@@ -196,7 +196,7 @@ def _tag_reader(files: ForeignFiles) -> CheckpointReader:
     held = read_tag_folder(files.folder)
     if held.model and not held.optimizer and is_unpartitioned(files.tree(held.model)):
         return SingleFileReader(files.folder / held.model, files)
-    return ZeroReader(files)
+    return open_tag(files)
 
 
 # -- folders and suggestions ---------------------------------------------------------------------

@@ -8,13 +8,33 @@ from typing import Any, TypeVar
 
 import torch
 
+from lightning_elastic_zero.core.cuts import Cut
 from lightning_elastic_zero.core.layout import Fragment, Layout, ShardedLayout, Transfer
-from lightning_elastic_zero.core.manifest import Manifest
+from lightning_elastic_zero.core.manifest import Manifest, Shard, TensorParallel
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import Scalar
 from lightning_elastic_zero.formats.reader import CheckpointReader, Location, SharedState
 
 T = TypeVar("T")
+
+
+def whole_manifest(
+    shards: Sequence[Manifest], cuts: Mapping[str, tuple[Cut, tuple[int, ...]]]
+) -> Manifest:
+    """Return the manifest of whole parameters from those of each tensor rank's shards.
+
+    ``cuts`` are by the parameter's name, with its whole shape.
+    """
+    first, *others = shards
+    parallel = TensorParallel(
+        len(shards),
+        tuple(cut for cut, _ in cuts.values()),
+        tuple(Shard(shard.buffers) for shard in others),
+    )
+    parameters = tuple(
+        replace(p, shape=cuts[p.name][1] if p.name in cuts else p.shape) for p in first.parameters
+    )
+    return replace(first, parameters=parameters, tensor_parallel=parallel)
 
 
 class ShardedReader(CheckpointReader):
@@ -33,6 +53,16 @@ class ShardedReader(CheckpointReader):
         """Return a rank's data rank and the reader of its tensor rank."""
         data_rank, tensor_rank = divmod(rank, len(self._shards))
         return data_rank, self._shards[tensor_rank]
+
+    def bind(self, live: Manifest) -> None:
+        """Match the shards of formats without names, of which the parameter groups may change."""
+        before = self._shards[0].manifest
+        for shard in self._shards:
+            shard.bind(live)
+        if self._shards[0].manifest is not before:
+            shapes = {p.name: p.shape for p in self.manifest.parameters}
+            cuts = {c.name: (c, shapes[c.name]) for c in self.manifest.tensor_parallel.cuts}
+            self.manifest = whole_manifest([shard.manifest for shard in self._shards], cuts)
 
     # -- checks and verification -----------------------------------------------------------------
 
@@ -87,6 +117,14 @@ class ShardedReader(CheckpointReader):
     @property
     def weights_differ(self) -> bool:
         return super().weights_differ or any(shard.weights_differ for shard in self._shards)
+
+    @property
+    def other_steps(self) -> str:
+        return self._shards[0].other_steps
+
+    @property
+    def counts_steps(self) -> bool:
+        return self._shards[0].counts_steps
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         rank, shard = self._at(at.rank)

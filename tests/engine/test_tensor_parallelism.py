@@ -205,7 +205,7 @@ def _joined(shard: torch.Tensor, dimension: int | None, grid: Grid) -> torch.Ten
 
 
 def continued_on(grid: Grid, path: str, *, saves: bool) -> dict[str, Any]:
-    """Train and save, or load into another run; return the state and the following losses."""
+    """Train and save, also by DeepSpeed, or load into another run; return the state and losses."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with engine_on(grid, 0 if saves else 7) as engine:
@@ -216,6 +216,8 @@ def continued_on(grid: Grid, path: str, *, saves: bool) -> dict[str, Any]:
         held = whole_state(engine, grid)
         if saves:
             save_checkpoint(engine, path)
+            if grid.stage:
+                engine.save_checkpoint(f"{path}-stock", "tag")
         losses = train_on(engine, grid, 2, 4)
         samples = engine.global_samples
     return {"state": held, "losses": losses, "progress": progress, "samples": samples}
@@ -286,6 +288,42 @@ def test_tensor_and_data_ranks_restore_on_others(
     assert found["progress"].global_samples == 2 * SAMPLES
     counted = target.tensor * (2 + 2) * SAMPLES  # DeepSpeed takes tensor ranks for data ranks.
     assert found["samples"] == counted
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(TWO_BY_TWO, Grid(1, 2, 2), marks=pytest.mark.essential),
+        pytest.param(Grid(2, 2, 3), Grid(3, 1, 1), marks=pytest.mark.long),
+        pytest.param(Grid(2, 2, 2), Grid(2, 1, 3), marks=pytest.mark.long),
+        pytest.param(Grid(2, 2, 1, "bf16"), Grid(1, 2, 1, "bf16"), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_checkpoints_of_deepspeed_restore_on_other_tensor_ranks(
+    source: Grid, target: Grid, saved_on: Callable[[Grid], Saved], pools: Pools
+) -> None:
+    saved = saved_on(source)
+    stock = f"{saved.path}-stock/tag"
+    assert verify_checkpoint(stock).problem == ""
+    found = pools.run(target.world, partial(continued_on, target, stock, saves=False))[0]
+    one, other = saved.result["state"], found["state"]
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+    assert found["progress"].global_batch_size == SAMPLES
+    assert found["progress"].global_samples == 2 * SAMPLES
+
+
+@pytest.mark.parametrize("kind", ["optim", "model"])
+def test_a_missing_file_of_deepspeeds_tensor_rank_is_named(
+    kind: str, saved_on: Callable[[Grid], Saved], tmp_path: Path
+) -> None:
+    stock = Path(f"{saved_on(TWO_BY_TWO).path}-stock") / "tag"
+    folder = Path(shutil.copytree(stock, tmp_path / "tag"))
+    (missing,) = (
+        p for p in folder.glob(f"*mp_rank_01_{kind}_states.pt") if "rank_0_" not in p.name
+    )
+    missing.unlink()
+    assert f"{missing.name} is missing" in verify_checkpoint(folder).problem
 
 
 def test_tools_put_whole_parameters_together(
