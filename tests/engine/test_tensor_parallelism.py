@@ -68,9 +68,10 @@ class Grid:
             config[self.precision] = {"enabled": True}
         if self.tensor > 1:
             config["tensor_parallel"] = {"autotp_size": self.tensor, "preset_model": self.model}
-        if "view" in self.extra:
+        if {"fused", "view"} & {*self.extra}:
             spec: dict[str, Any] = {"patterns": [".*up_proj.weight$"], "partition_type": "column"}
-            spec |= {"shape": [2, -1, 24], "partition_dim": 1}
+            fused = {"shape": [2, -1], "partition_dim": 0}
+            spec |= fused if "fused" in self.extra else {"shape": [2, -1, 24], "partition_dim": 1}
             rules = {"use_default_specs": False, "layer_specs": [spec]}
             config["tensor_parallel"]["partition_config"] = rules
         return config
@@ -429,6 +430,27 @@ def measured_on(grid: Grid, path: str) -> list[float]:
 def test_each_rank_gets_back_its_own_measurements(pools: Pools, tmp_path: Path) -> None:
     call = partial(measured_on, TWO_BY_TWO, str(tmp_path / "a"))
     assert pools.run(4, call) == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def fused_on(grid: Grid, path: str) -> tuple[int, ...]:
+    """Save a layer that consists of two; return the shape of its shard."""
+    from lightning_elastic_zero.api import save_checkpoint
+
+    with engine_on(grid, 0) as engine:
+        save_checkpoint(engine, path)
+        return tuple(engine.module.get_parameter("model.layers.0.mlp.up_proj.weight").shape)
+
+
+@pytest.mark.long
+def test_fused_layers_are_put_together(pools: Pools, tmp_path: Path) -> None:
+    grid = Grid(2, 1, extra=("fused",))
+    assert pools.run(2, partial(fused_on, grid, str(tmp_path / "a"))) == [(10, 24)] * 2
+    (cut,) = inspect_checkpoint(tmp_path / "a").manifest.tensor_parallel.cuts
+    assert cut.widths == (5, 5, 5, 5)
+    convert_checkpoint(tmp_path / "a", tmp_path / "weights.pt", "fp32")
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    expected = language_model(grid, 0).state_dict()
+    assert not [name for name in expected if not torch.equal(weights[name], expected[name])]
 
 
 def refusal_on(grid: Grid, path: str) -> str:
