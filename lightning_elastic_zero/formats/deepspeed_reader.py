@@ -241,6 +241,9 @@ class ModelFile:
                 if cut is None and layout and tuple(layout["logical_shape"]) != shape:
                     msg = "zero.Init partitioned it over the tensor ranks too"
                     raise ValueError(msg)  # noqa: TRY301 (reported with the others)
+                if cut and cut[0].shape_on(0, self.tensor_ranks, cut[1]) != shape:
+                    msg = "its layer spec views it in other dimensions than it has"
+                    raise ValueError(msg)  # noqa: TRY301
             except ValueError as error:
                 msg = (
                     f"{self._files.folder / self.name} was written with tensor parallelism, and "

@@ -482,3 +482,15 @@ def test_shards_that_cannot_be_described_are_refused(
     text = pools.run(grid.world, partial(refusal_on, grid, str(tmp_path / "a")))[0]
     assert reason in text
     assert not list(tmp_path.iterdir())
+
+
+def stock_on(grid: Grid, folder: str) -> None:
+    with engine_on(grid, 0) as engine:
+        engine.save_checkpoint(folder, tag="tag")
+
+
+@pytest.mark.long
+def test_a_view_in_a_checkpoint_of_deepspeed_is_refused(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, partial(stock_on, Grid(2, 1, extra=("view",)), str(tmp_path)))
+    text = error_text(lambda: inspect_checkpoint(tmp_path / "tag"))
+    assert "up_proj.weight cannot be read: its layer spec views it in other dimensions" in text
