@@ -310,14 +310,14 @@ class NodeFiles:
             folder = folder.parent
 
     def delete_unfinished(self) -> None:
-        """Delete what killed processes were writing."""
-        for folder, _, names in os.walk(self.root):
+        """Delete what killed processes were writing, and folders that they have emptied."""
+        for folder, _, names in os.walk(self.root, topdown=False):
             for name in names:
                 if name.startswith(NEW_PREFIX):
                     path = Path(folder, name)
                     with suppress(OSError), self._folder_of(path) as above:
                         os.unlink(name, dir_fd=above)
-                    self._remove_empty(path.parent)
+            self._remove_empty(Path(folder))
 
     # -- room --------------------------------------------------------------------------------
 

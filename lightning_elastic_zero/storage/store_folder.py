@@ -145,9 +145,8 @@ class StoreFolder(Folder):
         # unchanged, then deleted. A save that begins in between waits (``DELETION_S``).
         store, key = self.path.store, (self.path / MANIFEST_NAME).key
         commit, existing = read_any_commit(self.path, progress), self.inspect()
-        if commit is not None and commit.is_deleted and not store.has_one_writer:
-            return ""  # By another process.
-        if existing.refusal_reason or commit is None:
+        is_left = commit is not None and commit.is_deleted and not store.has_one_writer
+        if existing.refusal_reason or commit is None or is_left:  # to another process
             return existing.refusal_reason
         if commit.is_deleted or expected in {None, commit.identity}:
             with suppress(FileExistsError):

@@ -12,6 +12,7 @@ from lightning_elastic_zero.core.tensors import itemsize_of
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest
 from lightning_elastic_zero.formats.torch_read import is_cut
 from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.paths import is_on_nodes
 from lightning_elastic_zero.tools.view import OpenCheckpoint, holds_whole_tensors, open_view
 
 MAX_DEVICES = 4096
@@ -29,10 +30,14 @@ class FileReport:
     """Size when written; None: not recorded, as in most formats."""
     is_cut: bool = False
     """Whether the end of the file is missing, in formats that do not record sizes."""
+    is_elsewhere: bool = False
+    """Whether this node does not have it, and other nodes may have it."""
 
     @property
     def problem(self) -> str:
         """Problem with the file's presence or size; empty: none."""
+        if self.is_elsewhere:
+            return ""
         if self.size_bytes is None:
             return f"{self.name} is missing"
         if self.recorded_bytes not in {None, self.size_bytes}:
@@ -75,6 +80,11 @@ class CheckpointReport:
     def damage(self) -> tuple[str, ...]:
         """Files that are missing or have a wrong size."""
         return tuple(file.problem for file in self.files if file.problem)
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Files that this node does not have, if the path is on nodes."""
+        return tuple(file.name for file in self.files if file.is_elsewhere)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the report as JSON data, including ``damage``."""
@@ -148,7 +158,11 @@ def _files(checkpoint: OpenCheckpoint) -> Iterator[FileReport]:
         recorded, local = reader.recorded_bytes(name), folder.local
         foreign = local if known_bytes is not None and recorded is None else None
         yield FileReport(
-            name, known_bytes, recorded, foreign is not None and is_cut(foreign / name)
+            name,
+            known_bytes,
+            recorded,
+            foreign is not None and is_cut(foreign / name),
+            is_elsewhere=known_bytes is None and is_on_nodes(folder.path),
         )
 
 

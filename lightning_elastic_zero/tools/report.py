@@ -98,6 +98,7 @@ def summary_lines(report: CheckpointReport) -> Iterator[str]:
             "contains": "weights only" if manifest.weights_only else "",
             "missing": ", ".join(report.lacks),
             "excluded": ", ".join(manifest.excluded),
+            "other nodes": _elsewhere(report),
             "DAMAGED": _damage(report),
             "doubts": "; ".join(report.doubts),
             "note": report.note,
@@ -118,6 +119,11 @@ def summary_lines(report: CheckpointReport) -> Iterator[str]:
 
 def _rows(table: dict[str, str]) -> Iterator[str]:
     yield from table_lines([(name, text) for name, text in table.items() if text])
+
+
+def _elsewhere(report: CheckpointReport) -> str:
+    names, count = report.elsewhere, len(report.files)
+    return f"{len(names)} of {count} files: {format_names(names)}" if names else ""
 
 
 def _damage(report: CheckpointReport) -> str:

@@ -20,6 +20,8 @@ from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState
 from lightning_elastic_zero.storage.node_names import Agreement, NodeRecord, agree
+from lightning_elastic_zero.tools.inspection import inspect_checkpoint
+from lightning_elastic_zero.tools.report import summary_lines
 from tests.checkpoint._node_run import NodeRun
 from tests.support.launch import Job, be_rank, result_of
 from tests.support.nodes import Nodes, needs_mounts
@@ -115,6 +117,17 @@ def test_two_neighbours_lost_with_two_copies_are_named(runs: Runs) -> None:
     assert notes == [{}, {}]
     assert "no checkpoint is complete" in runs.errors[0]
     assert "nodes that are missing: disk-1, disk-2" in runs.errors[0]
+
+
+def test_inspect_tells_files_of_other_nodes_from_missing_ones(runs: Runs) -> None:
+    runs.run(0, 1, copies=1, steps=1)
+    report = inspect_checkpoint(f"node://{runs.nodes.path(0)}/step-1")
+    assert report.damage == ()
+    assert report.elsewhere
+    assert all("rank_1_" in name for name in report.elsewhere)
+    assert len(report.files) > len(report.elsewhere)
+    (line,) = (each for each in summary_lines(report) if each.startswith("other nodes"))
+    assert f" {len(report.elsewhere)} of {len(report.files)} files: " in line
 
 
 def test_a_restart_on_empty_nodes_warns(runs: Runs) -> None:

@@ -403,6 +403,7 @@ class TestFolder:
         with nodes[1].peer() as peer, (tmp_path / "x").open("rb") as file:
             name = FILE.removeprefix(f"{KEY}/")
             peer.put_part(name, file.fileno(), 0, 9, is_last=False)
+        nodes[1].path(f"{KEY}/step-2/{SAVE}").mkdir(parents=True)
         assert len(list(nodes[1].files.root.rglob(".zero-new-*"))) == 1
         assert [each.key for each in nodes[1].files.below("")] == []
         nodes[1].files.delete_unfinished()
