@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tests.support.engines import EngineCase, engine_of, train
-from tests.support.fits import FitSpec, error_of, fit
+from tests.support.fits import FitCase, error_of, fit
 from tests.support.oracle import differences, dump
 from tests.support.outcome import NOTHING, error_text
 
@@ -39,11 +39,11 @@ def load_each(setup: EngineCase, good: str, damaged: tuple[str, ...]) -> list[Ou
 
 def fit_from_each(root: str, damaged: tuple[str, ...], good: str) -> list[str]:
     """Resume a Trainer from each damaged checkpoint, then from the intact one; list the errors."""
-    plans = [FitSpec(f"{root}/out", 2, epochs=1, ckpt_path=path) for path in (*damaged, good)]
+    plans = [FitCase(f"{root}/out", 2, epochs=1, ckpt_path=path) for path in (*damaged, good)]
     return [error_of(plan) for plan in plans]
 
 
 def save_two(root: str) -> None:
     """Save one run after one epoch and after two."""
     keep = {"save_top_k": -1, "filename": "{epoch}", "auto_insert_metric_name": False}
-    fit(FitSpec(root, 2, epochs=2, checkpoint=keep))
+    fit(FitCase(root, 2, epochs=2, checkpoint=keep))

@@ -21,7 +21,7 @@ from tests.checkpoint._damaged_loads import save_two
 from tests.engine import _damaged_checkpoints
 from tests.support.checkpoints import Saved, train_and_save
 from tests.support.engines import EngineCase, engine_of
-from tests.support.fits import FitSpec, error_of, fit
+from tests.support.fits import FitCase, error_of, fit
 from tests.support.oracle import differences, dump
 from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
@@ -59,7 +59,7 @@ def load_from(
 
 def fit_and_test(root: str, path: str) -> tuple[int, str]:
     """Resume with fallback, then test from the same path; return the step and the messages."""
-    plan = FitSpec(f"{root}/out", 2, epochs=2, ckpt_path=path, strategy={"fallback": True})
+    plan = FitCase(f"{root}/out", 2, epochs=2, ckpt_path=path, strategy={"fallback": True})
     return int(fit(plan)["step"]), error_of(plan, "test")
 
 

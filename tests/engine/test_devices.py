@@ -29,12 +29,12 @@ from tests.support.checkpoints import (
     train_and_save,
 )
 from tests.support.engines import DEEPSPEEDS, Engine, EngineCase, engine_of, train
-from tests.support.fits import FitSpec, fit
+from tests.support.fits import FitCase, fit
 from tests.support.fixtures import OnDevice
 from tests.support.oracle import differences, dump, expected_in
 from tests.support.ranks import Pools, skip_without
 from tests.support.tables import STALLS
-from tests.trainer.test_half_precision import HalfFit, Held, differing, wanted_of
+from tests.trainer.test_half_precision import Held, differing, half, wanted_of
 from tests.trainer.test_half_precision import fit as half_precision_fit
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def test_a_fit_goes_to_the_device_and_back(
     pools: Pools, on_device: OnDevice[dict[str, Any]], tmp_path: Path
 ) -> None:
     """The strategy's own background saves: each resume starts with the saved weights."""
-    plan = FitSpec(str(tmp_path / "0"), strategy={"async_save": True})
+    plan = FitCase(str(tmp_path / "0"), strategy={"async_save": True})
     saved = pools.run(2, partial(fit, plan))[0]
     for turn, (stage, run, world) in enumerate([(3, on_device, 1), (1, pools.run, 2)], start=1):
         path, root = f"{plan.root}/last.ckpt", str(tmp_path / str(turn))
@@ -274,7 +274,7 @@ def test_a_fit_in_fp16_goes_to_the_device_and_back(
     pools: Pools, on_device: OnDevice[tuple[Held, Held]], tmp_path: Path
 ) -> None:
     """``16-true`` of a Trainer: each resume has the saved state, including the loss scale."""
-    plan = HalfFit(str(tmp_path / "0"), "16-true", 1)
+    plan = half(tmp_path / "0", "16-true", 1)
     ends = pools.run(2, partial(half_precision_fit, plan))
     for turn, (stage, run, world) in enumerate([(3, on_device, 1), (2, pools.run, 2)], start=1):
         path = f"{plan.root}/last.ckpt"

@@ -15,7 +15,7 @@ from typing import Any
 from tests.releases._exchange_ranks import load_of_another_release
 from tests.support.checkpoints import Saved, StateComparison, fresh, train_and_save
 from tests.support.engines import EngineCase
-from tests.support.fits import FitSpec, fit
+from tests.support.fits import FitCase, fit
 from tests.support.ranks import Pools
 
 PAIRS = (
@@ -38,7 +38,7 @@ def save(pools: Pools, folder: Path) -> None:
         pools.run(source.world, partial(train_and_save, saved))
     fitted = {}
     for stage, world, _, _ in STAGES:
-        plan = FitSpec(str(folder / f"trainer-{stage}"), stage, epochs=2)
+        plan = FitCase(str(folder / f"trainer-{stage}"), stage, epochs=2)
         fitted[str(stage)] = pools.run(world, partial(fit, plan))[0]
     (folder / FITTED).write_text(json.dumps(fitted), encoding="utf-8")
 
@@ -63,7 +63,7 @@ def resume(pools: Pools, folder: Path) -> None:
     for stage, _, target_stage, world in STAGES:
         # The resumed fit saves to the folder of the checkpoint that it resumes.
         root = shutil.copytree(folder / f"trainer-{stage}", folder / f"on-{stage}", symlinks=True)
-        plan = FitSpec(str(root), target_stage, epochs=3, ckpt_path="last", lr=0.9, seed=9)
+        plan = FitCase(str(root), target_stage, epochs=3, ckpt_path="last", rate=0.9, seed=9)
         for seen in pools.run(world, partial(fit, plan)):
             assert_continued(fitted[str(stage)], seen)
         compared += len(fitted[str(stage)]["end"])

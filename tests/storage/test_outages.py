@@ -17,7 +17,7 @@ from lightning_elastic_zero.storage.object_store import StorePath
 from lightning_elastic_zero.storage.ownership import new_id
 from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
 from tests.support.fault_proxy import Fault, FaultProxy
-from tests.support.fits import FitSpec, error_of, fit
+from tests.support.fits import FitCase, error_of, fit
 from tests.support.processes import free_port
 from tests.support.ranks import Pools
 from tests.support.store_servers import (
@@ -94,7 +94,7 @@ def test_a_request_without_an_answer_is_repeated(
         call()
 
 
-def timed_error_of(plan: FitSpec) -> tuple[float, str]:
+def timed_error_of(plan: FitCase) -> tuple[float, str]:
     """Return the time until a fit fails, and its error."""
     began = time.monotonic()
     error = error_of(plan)
@@ -109,7 +109,7 @@ def test_an_endpoint_that_does_not_answer_is_named_on_all_ranks(
 ) -> None:
     """With the default timeouts, before rank 0 counts as stalled."""
     root = f"s3://{new_id()}"
-    plan = FitSpec(f"{root}/run", ckpt_path=ckpt_path)
+    plan = FitCase(f"{root}/run", ckpt_path=ckpt_path)
     if ckpt_path not in {None, "last"}:
         plan = replace(plan, ckpt_path=f"{root}/{ckpt_path}", checkpoint={"save_top_k": 0})
     call = partial(with_environment, s3_environment(endpoint), partial(timed_error_of, plan))
@@ -119,7 +119,7 @@ def test_an_endpoint_that_does_not_answer_is_named_on_all_ranks(
         assert seconds < STALL_TIMEOUT_S + 10, error
 
 
-def error_with_credentials(plan: FitSpec, of_ranks: Sequence[Mapping[str, str]]) -> str:
+def error_with_credentials(plan: FitCase, of_ranks: Sequence[Mapping[str, str]]) -> str:
     """Return the error of a fit with the credentials of each rank."""
     from torch import distributed
 
@@ -136,7 +136,7 @@ def test_wrong_credentials_are_named_on_all_ranks(
     with moto_server(tmp_path / "log") as port:
         make_bucket(port, "guarded")
         right = require_credentials(port)
-        plan = FitSpec("s3://guarded/run")
+        plan = FitCase("s3://guarded/run")
         other = {**right, "AWS_ACCESS_KEY_ID": "AKIAWRONGWRONGWRONGW"}
         of_ranks = [other if rank in wrong else right for rank in range(2)]
         for error in own_pools.run(2, partial(error_with_credentials, plan, of_ranks)):

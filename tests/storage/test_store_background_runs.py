@@ -11,11 +11,9 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from torch.utils.data import DataLoader
-from typing_extensions import override
 
 from tests.support.fault_proxy import Fault, FaultProxy
-from tests.support.fits import Data, FitSpec, fit
+from tests.support.fits import FitCase, fit
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import Pools
 from tests.support.store_servers import make_bucket, s3_environment, with_environment
@@ -34,30 +32,6 @@ def bucket(moto_port: int) -> str:
     return name
 
 
-class DataWithWorkers(Data):
-    """Data that two new workers prepare in each epoch."""
-
-    def _loader(self) -> DataLoader[Any]:
-        plain = super()._loader()
-        return DataLoader(
-            plain.dataset,
-            batch_size=plain.batch_size,
-            num_workers=2,
-            multiprocessing_context="fork",
-        )
-
-    train_dataloader = val_dataloader = _loader
-
-
-class SpecWithWorkers(FitSpec):
-    """A fit with data that workers prepare."""
-
-    @override
-    def make(self) -> Any:
-        trainer, net, _, watch = super().make()
-        return trainer, net, DataWithWorkers(), watch
-
-
 def verified(url: str) -> list[tuple[str, bool]]:
     """Return the checkpoints of a folder, and whether each is intact."""
     from lightning_elastic_zero import verify_checkpoint
@@ -74,13 +48,14 @@ def test_workers_are_forked_while_a_save_is_in_flight(
     """They share no connection with the save: the run ends, and all checkpoints are intact."""
     run = partial(with_environment, s3_environment(proxy.url))
     options: dict[str, Any] = {"epochs": 3, "checkpoint": LINKED, "strategy": {"async_save": True}}
-    plan = SpecWithWorkers(f"s3://{bucket}/workers", **options)
+    workers = {"num_workers": 2, "multiprocessing_context": "fork"}
+    plan = FitCase(f"s3://{bucket}/workers", loader=workers, **options)
     proxy.reset(Fault("slow response", method="PUT", key="checkpoint/", times=10_000, delay_s=1.0))
     found = own_pools.run(2, partial(run, partial(fit, plan)))[0]
     assert len(proxy.injected) > 6
     proxy.reset()
     without_workers = own_pools.run(
-        2, partial(run, partial(fit, FitSpec(f"s3://{bucket}/alone", **options)))
+        2, partial(run, partial(fit, FitCase(f"s3://{bucket}/alone", **options)))
     )
     assert found["end"] == without_workers[0]["end"]
     intact = own_pools.run(1, partial(run, partial(verified, plan.root)))[0]
@@ -96,7 +71,7 @@ def test_a_run_killed_during_a_background_save_continues(
 ) -> None:
     """From the last published checkpoint, to the weights of a run that was not killed."""
     run = partial(with_environment, s3_environment(proxy.url))
-    plan = FitSpec(f"s3://{bucket}/run", epochs=3, checkpoint=LINKED, strategy={"async_save": True})
+    plan = FitCase(f"s3://{bucket}/run", epochs=3, checkpoint=LINKED, strategy={"async_save": True})
     undisturbed = replace(plan, root=f"s3://{bucket}/whole")
     wanted = own_pools.run(2, partial(run, partial(fit, undisturbed)))[0]
     world = own_pools.start(2)

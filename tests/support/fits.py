@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -137,8 +138,9 @@ class RegressionNet(pl.LightningModule):
 
 
 class Data(pl.LightningDataModule):
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         super().__init__()
+        self.options = options or {}
         self.loaded: dict[str, Any] = {}
 
     def _loader(self) -> DataLoader[Any]:
@@ -147,7 +149,7 @@ class Data(pl.LightningDataModule):
         y = x.sum(1, keepdim=True)
         assert self.trainer is not None
         batch = GLOBAL_BATCH // self.trainer.world_size
-        return DataLoader(TensorDataset(x, y), batch_size=batch)
+        return DataLoader(TensorDataset(x, y), batch_size=batch, **self.options)
 
     train_dataloader = val_dataloader = test_dataloader = predict_dataloader = _loader
 
@@ -196,18 +198,57 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class FitSpec:
-    root: str
+class FitCase:
+    """A fit of a Trainer, which ``fit`` runs.
+
+    A recorded fit (``trainer/_recorded_runs.py``) also has data, a schedule and moments to save.
+    """
+
+    root: str = ""
+    """The folder of its saves."""
     stage: int = 2
-    epochs: int = 1
+    epochs: int | None = 1
+    max_steps: int = -1
     ckpt_path: str | None = None
     strategy: dict[str, Any] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=lambda: {"save_last": True})
+    """Options of ``ModelCheckpoint``; recorded fits have none."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    lr: float = 0.01
+    callbacks: tuple[Callable[[], Callback], ...] = ()
+    """Create further callbacks in the rank."""
+    net: Callable[[FitCase], Any] | None = None
+    """Creates another module than ``RegressionNet`` or ``RecordingNet``."""
     seed: int = 0
+    rate: float = 0.01
+    """The learning rate."""
     hidden: int = 31
+    """Size of the inner layer of ``RegressionNet``."""
     strict: bool = True
+    """``strict_loading`` of the module."""
+    loader: dict[str, Any] = field(default_factory=dict)
+    """Options of the ``DataLoader``."""
+
+    kind: str = "plain"
+    """Kind of the data; see ``_recorded_data.loaders_of``. The rest is of recorded fits, too."""
+    length: int = 53
+    global_batch: int | None = 12
+    batch_size: int = 2
+    noise: float = 0.0
+    """Scale of random numbers that are added to each sample in the process that fetches it."""
+    validate: bool = False
+    validation: dict[str, Any] = field(default_factory=dict)
+    """Options of the validation's ``DataLoader``; with workers, samples have the run's noise."""
+    schedule: str = "none"
+    manual: bool = False
+    """Use manual optimization."""
+    dropout: float = 0.0
+    save: tuple[str, ...] = ()
+    """Moments at which to save, such as ``step 0.3``; see ``EventRecorder``."""
+
+    def resumed(self, moment: str, **changes: Any) -> FitCase:
+        """Return a fit that resumes from this one's save at a moment, by default without saves."""
+        path = Path(self.root) / f"{moment.replace(' ', '-')}.ckpt"
+        return replace(self, **{"save": (), "ckpt_path": str(path), **changes})
 
     def make(self) -> tuple[pl.Trainer, RegressionNet, Data, WeightRecorder]:
         warnings.simplefilter("ignore")
@@ -219,15 +260,15 @@ class FitSpec:
             zero_config = {**SMALL_BUCKETS, **config["zero_optimization"]}
             options["config"] = {**config, "zero_optimization": zero_config}
         strategy = elastic(stage=self.stage, **options)
-        trainer = quiet_trainer(
-            strategy, watch, checkpoints, max_epochs=self.epochs, **self.trainer
-        )
-        net = RegressionNet(self.lr, self.seed, self.hidden)
+        callbacks = [watch, checkpoints, *(make() for make in self.callbacks)]
+        limits = {"max_epochs": self.epochs, "max_steps": self.max_steps}
+        trainer = quiet_trainer(strategy, *callbacks, **{**limits, **self.trainer})
+        net = self.net(self) if self.net else RegressionNet(self.rate, self.seed, self.hidden)
         net.strict_loading = self.strict
-        return trainer, net, Data(), watch
+        return trainer, net, Data(self.loader), watch
 
 
-def fit(plan: FitSpec) -> dict[str, Any]:
+def fit(plan: FitCase) -> dict[str, Any]:
     trainer, net, data, watch = plan.make()
     trainer.fit(net, data, ckpt_path=plan.ckpt_path)
     strategy = trainer.strategy
@@ -250,7 +291,7 @@ def fit(plan: FitSpec) -> dict[str, Any]:
     }
 
 
-def evaluate(plan: FitSpec, verb: str) -> dict[str, Any]:
+def evaluate(plan: FitCase, verb: str) -> dict[str, Any]:
     trainer, net, data, _ = plan.make()
     found = getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
     strategy = trainer.strategy
@@ -261,7 +302,7 @@ def evaluate(plan: FitSpec, verb: str) -> dict[str, Any]:
     return {"loss": next(iter(found[0].values())), "read": strategy.last_load.bytes}
 
 
-def error_of(plan: FitSpec, verb: str = "fit") -> str:
+def error_of(plan: FitCase, verb: str = "fit") -> str:
     return error_text(lambda: fit(plan) if verb == "fit" else evaluate(plan, verb))
 
 

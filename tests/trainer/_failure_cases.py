@@ -17,7 +17,7 @@ from torch import nn
 from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint import manager
 from lightning_elastic_zero.coordination.liveness import Timeouts
-from tests.support.fits import SMALL_BUCKETS, FitSpec, error_of
+from tests.support.fits import SMALL_BUCKETS, FitCase, error_of
 from tests.support.outcome import NOTHING, captured_log, captured_warnings, error_text
 
 IN_EXCEPTION_ABSENT_S = 4 * Timeouts().heartbeat_interval_s
@@ -59,7 +59,7 @@ def save_to_own_path(root: str) -> str:
 def resume_on_first_rank_only(root: str) -> str:
     """Resume with a path that only rank 0 has found, as in a folder that is not shared."""
     found = f"{root}/last.ckpt" if comm.get_rank() == 0 else None
-    return error_of(FitSpec(f"{root}/other", 2, epochs=2, ckpt_path=found))
+    return error_of(FitCase(f"{root}/other", 2, epochs=2, ckpt_path=found))
 
 
 def fail_in_training(root: str, hook: str, ranks: tuple[int, ...]) -> str:
@@ -85,7 +85,7 @@ def fail_in_training(root: str, hook: str, ranks: tuple[int, ...]) -> str:
     options: dict[str, Any] = {"save_on_exception": True, "save_last": True, "every_n_epochs": 5}
     if hook == "step":
         options.update(every_n_train_steps=2, every_n_epochs=None, filename="{step}")
-    plan = FitSpec(root, 2, epochs=3, checkpoint=options)
+    plan = FitCase(root, 2, epochs=3, checkpoint=options)
     trainer, net, data, _ = plan.make()
     # A ModelCheckpoint saves nothing at step 0.
     added: list[Any] = [OnExceptionCheckpoint(root)]

@@ -110,6 +110,17 @@ class StatefulEpochLoader(StatefulEpoch):
         self.epoch, self.at = self.epoch + 1, 0
 
 
+class FailingLoader(StatefulEpochLoader):
+    """Fails while it fetches batch 4, after its state has changed."""
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(super().__iter__()):
+            if number == 4:
+                raise OSError
+            yield batch
+
+
 class EndedEpochLoader(StatefulEpochLoader):
     """A loader whose state at the end of an epoch is that end, so that it yields no batch."""
 
@@ -144,6 +155,8 @@ def counting_loader(kind: str, length: int, size: int) -> Any:
             return DataLoader(IndexedSamples(length, 0.0), batch_sampler=batches)
         case "counting, kept":
             return StatefulEpochLoader(length, size)
+        case "counting, kept, failing":
+            return FailingLoader(length, size)
         case "counting, kept and ended":
             return EndedEpochLoader(length, size)
         case "counting, torchdata":

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.support.fits import SMALL_BUCKETS, StockOnCPU, digests, elastic, quiet_trainer
+from tests.support.fits import SMALL_BUCKETS, FitCase, StockOnCPU, digests, elastic, quiet_trainer
 from tests.support.outcome import captured_log, captured_warnings, error_text
 from tests.support.ranks import Pools
 from tests.trainer import _recorded_data
@@ -33,47 +33,13 @@ from tests.trainer._recorded_data import WIDTH, IndexedSamples
 V = TypeVar("V")
 
 
-@dataclass(frozen=True)
-class RunSpec:
-    save: tuple[str, ...] = ()
-    """Moments at which to save, such as ``step 0.3``; see ``EventRecorder``."""
-    root: str = ""
-    ckpt_path: str | None = None
-    stage: int = 2
-    length: int = 53
-    global_batch: int | None = 12
-    batch_size: int = 2
-    epochs: int | None = 2
-    max_steps: int = -1
-    validate: bool = False
-    validation: dict[str, Any] = field(default_factory=dict)
-    """Options of the validation's ``DataLoader``; with workers, samples have the run's noise."""
-    strategy: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
-    loader: dict[str, Any] = field(default_factory=dict)
-    kind: str = "plain"
-    """Kind of the data; see ``_recorded_data.loaders_of``."""
-    schedule: str = "none"
-    rate: float = 0.01
-    manual: bool = False
-    """Use manual optimization."""
-    dropout: float = 0.0
-    noise: float = 0.0
-    """Scale of random numbers that are added to each sample in the process that fetches it."""
-    seed: int = 3
-    callbacks: tuple[Callable[[], Callback], ...] = ()
-    """Create callbacks in the rank; they precede the ``EventRecorder``."""
-    net: Callable[[RunSpec], RecordingNet] | None = None
-    """Creates another module than ``RecordingNet``."""
+def recorded(**changes: Any) -> FitCase:
+    """Return a fit of two epochs of five steps, whose data and saves these fields describe."""
+    return FitCase(**{"epochs": 2, "seed": 3, **changes})
 
-    def resumed(self, moment: str, **changes: Any) -> RunSpec:
-        """Return a run that resumes from this run's save at a moment, by default without saves."""
-        path = Path(self.root) / f"{moment.replace(' ', '-')}.ckpt"
-        return replace(self, **{"save": (), "ckpt_path": str(path), **changes})
 
-    def loaders(self) -> Any:
-        kind, length, size = self.kind, self.length, self.batch_size
-        return _recorded_data.loaders_of(kind, length, size, self.noise, self.loader)
+def loaders_of(run: FitCase) -> Any:
+    return _recorded_data.loaders_of(run.kind, run.length, run.batch_size, run.noise, run.loader)
 
 
 @dataclass(frozen=True)
@@ -109,7 +75,7 @@ def from_step(values: Mapping[int, V], begin: int) -> dict[int, V]:
 class RecordingNet(pl.LightningModule):
     """A small net that records its inputs."""
 
-    def __init__(self, run: RunSpec) -> None:
+    def __init__(self, run: FitCase) -> None:
         super().__init__()
         self.of = run
         self.automatic_optimization = not run.manual
@@ -209,13 +175,13 @@ def _factor(step: int) -> float:
 
 
 class EventRecorder(Callback):
-    """Records events, and saves at the moments of ``RunSpec.save``.
+    """Records events, and saves at the moments of ``FitCase.save``.
 
     Moments: ``step E.N`` and ``inside E.N`` (after the N-th step of epoch E, or in the next
     window), ``starting E``, ``epoch E`` (its end), ``validating S``, ``validated S`` and ``end``.
     """
 
-    def __init__(self, run: RunSpec) -> None:
+    def __init__(self, run: FitCase) -> None:
         self.of = run
         self.events: list[str] = []
         self.axis: list[int] = []
@@ -297,7 +263,7 @@ def counts_of(state: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def fit(run: RunSpec) -> RunRecord:
+def fit(run: FitCase) -> RunRecord:
     """Fit; return this rank's record, with the samples of all ranks."""
     logger = "lightning.pytorch.utilities.rank_zero"
     with captured_warnings() as warned, captured_log(logger, logging.INFO) as logged:
@@ -305,7 +271,7 @@ def fit(run: RunSpec) -> RunRecord:
     return replace(seen, messages=[*warned, *logged])
 
 
-def warned_by_default(run: RunSpec) -> tuple[RunRecord, list[str]]:
+def warned_by_default(run: FitCase) -> tuple[RunRecord, list[str]]:
     """Fit with the default warning filters; return the warnings too."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.resetwarnings()
@@ -313,21 +279,21 @@ def warned_by_default(run: RunSpec) -> tuple[RunRecord, list[str]]:
     return seen, [str(w.message) for w in warned]
 
 
-def error_of(run: RunSpec) -> str:
+def error_of(run: FitCase) -> str:
     return error_text(lambda: fit(run))
 
 
-def fits(runs: list[RunSpec]) -> list[RunRecord]:
+def fits(runs: list[FitCase]) -> list[RunRecord]:
     return [fit(run) for run in runs]
 
 
-def record(worlds: Pools, world: int, run: RunSpec) -> RunRecord:
+def record(worlds: Pools, world: int, run: FitCase) -> RunRecord:
     """Fit on a world of ranks; return the record of the first rank."""
     seen: RunRecord = worlds.run(world, partial(fit, run))[0]
     return seen
 
 
-def records(worlds: Pools, world: int, runs: Iterable[RunSpec]) -> list[RunRecord]:
+def records(worlds: Pools, world: int, runs: Iterable[FitCase]) -> list[RunRecord]:
     """Fit several runs in the same processes; return the records of the first rank."""
     seen: list[RunRecord] = worlds.run(world, partial(fits, list(runs)))[0]
     return seen
@@ -336,7 +302,7 @@ def records(worlds: Pools, world: int, runs: Iterable[RunSpec]) -> list[RunRecor
 def assert_continued(
     worlds: Pools,
     world: int,
-    saving: RunSpec,
+    saving: FitCase,
     reference: RunRecord,
     points: Mapping[str, int],
     **changes: Any,
@@ -351,14 +317,14 @@ def assert_continued(
     return seen
 
 
-def assert_refused(worlds: Pools, world: int, run: RunSpec, error: str, *parts: str) -> None:
+def assert_refused(worlds: Pools, world: int, run: FitCase, error: str, *parts: str) -> None:
     """Fail unless each rank raises an error that starts with ``error`` and contains all parts."""
     for message in worlds.run(world, partial(error_of, run)):
         assert message.startswith(error), message
         assert all(part in message for part in parts), message
 
 
-def _fit(run: RunSpec) -> RunRecord:
+def _fit(run: FitCase) -> RunRecord:
     pl.seed_everything(run.seed, workers=True, verbose=False)
     torch.manual_seed(run.seed + comm.get_rank())  # Ranks draw different numbers, as on devices.
     net, watch = (run.net or RecordingNet)(run), EventRecorder(run)
@@ -366,13 +332,13 @@ def _fit(run: RunSpec) -> RunRecord:
     noise = run.noise if run.validation else 0.0
     data = IndexedSamples(8, noise)
     val = DataLoader(data, batch_size=2, **run.validation) if run.validate else None
-    trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
+    trainer.fit(net, loaders_of(run), val, ckpt_path=run.ckpt_path)
     if "after" in run.save:
         trainer.save_checkpoint(Path(run.root) / "after.ckpt")
     return gather_record(trainer, net, watch)
 
 
-def fit_stock(run: RunSpec, *, ddp: bool = False) -> RunRecord:
+def fit_stock(run: FitCase, *, ddp: bool = False) -> RunRecord:
     """Fit with Lightning's own strategy for DeepSpeed, or for DDP."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     net, watch = RecordingNet(run), EventRecorder(run)
@@ -381,11 +347,11 @@ def fit_stock(run: RunSpec, *, ddp: bool = False) -> RunRecord:
     if not ddp:
         strategy = StockOnCPU(stage=run.stage, zero_allow_untested_optimizer=True, **options)
     trainer = quiet_trainer(strategy, watch, max_epochs=run.epochs, **run.trainer)
-    trainer.fit(net, run.loaders())
+    trainer.fit(net, loaders_of(run))
     return gather_record(trainer, net, watch)
 
 
-def trainer_of(run: RunSpec, callbacks: list[Callback]) -> pl.Trainer:
+def trainer_of(run: FitCase, callbacks: list[Callback]) -> pl.Trainer:
     strategy = elastic(stage=run.stage, global_batch_size=run.global_batch, **run.strategy)
     options = {"max_epochs": run.epochs, "max_steps": run.max_steps, **run.trainer}
     return quiet_trainer(strategy, *callbacks, **options)

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
+from tests.support.fits import FitCase
 from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import (
     RunRecord,
-    RunSpec,
     assert_continued,
     fit,
     fits,
     from_step,
     record,
+    recorded,
     records,
 )
 
@@ -60,52 +61,56 @@ VALIDATIONS = {
 SHORT: dict[str, Any] = {"kind": "seeks", "length": 52, "validate": True, "stage": 3}
 """Data without a length; the last step has 4 samples in fewer micro-batches than other steps."""
 
-SCENARIOS: dict[str, RunSpec] = {
-    "dropout and random samples": RunSpec(dropout=0.3, noise=0.1),
-    "ZeRO-3, validated": RunSpec(stage=3, dropout=0.2, validate=True),
-    "ZeRO-1": RunSpec(stage=1, dropout=0.2),
-    "workers": RunSpec(noise=0.1, loader={"num_workers": 2}),
-    "persistent workers": RunSpec(noise=0.1, loader={"num_workers": 2, "persistent_workers": True}),
-    "validated twice an epoch": RunSpec(validate=True, trainer={"val_check_interval": 0.5}),
-    "validated at every step": RunSpec(validate=True, trainer={"val_check_interval": 1}),
-    "validated over epochs": RunSpec(
+SCENARIOS: dict[str, FitCase] = {
+    "dropout and random samples": recorded(dropout=0.3, noise=0.1),
+    "ZeRO-3, validated": recorded(stage=3, dropout=0.2, validate=True),
+    "ZeRO-1": recorded(stage=1, dropout=0.2),
+    "workers": recorded(noise=0.1, loader={"num_workers": 2}),
+    "persistent workers": recorded(
+        noise=0.1, loader={"num_workers": 2, "persistent_workers": True}
+    ),
+    "validated twice an epoch": recorded(validate=True, trainer={"val_check_interval": 0.5}),
+    "validated at every step": recorded(validate=True, trainer={"val_check_interval": 1}),
+    "validated over epochs": recorded(
         validate=True, trainer={"val_check_interval": 3, "check_val_every_n_epoch": None}
     ),
-    "plateau": RunSpec(validate=True, schedule="plateau", epochs=4),
-    "plateau, stepwise": RunSpec(
+    "plateau": recorded(validate=True, schedule="plateau", epochs=4),
+    "plateau, stepwise": recorded(
         validate=True, schedule="plateau, stepwise", trainer={"val_check_interval": 0.5}
     ),
-    "epochs' schedule": RunSpec(validate=True, schedule="epoch"),
-    "every third step": RunSpec(schedule="frequency"),
-    "one cycle": RunSpec(schedule="onecycle"),
-    "warm-up and cosine": RunSpec(schedule="warmup"),
-    "lambda": RunSpec(schedule="lambda"),
-    "max_steps": RunSpec(epochs=None, max_steps=10, validate=True),
-    "some batches": RunSpec(trainer={"limit_train_batches": 4}, schedule="onecycle"),
-    "a part of the batches": RunSpec(trainer={"limit_train_batches": 0.9}),
-    "last batch dropped": RunSpec(loader={"drop_last": True}),
-    "user's sampler": RunSpec(kind="sampler"),
-    "two loaders": RunSpec(kind="two"),
-    "two loaders, the longer one": RunSpec(kind="two, as long as the longer"),
-    "own distributed sampler": RunSpec(
+    "epochs' schedule": recorded(validate=True, schedule="epoch"),
+    "every third step": recorded(schedule="frequency"),
+    "one cycle": recorded(schedule="onecycle"),
+    "warm-up and cosine": recorded(schedule="warmup"),
+    "lambda": recorded(schedule="lambda"),
+    "max_steps": recorded(epochs=None, max_steps=10, validate=True),
+    "some batches": recorded(trainer={"limit_train_batches": 4}, schedule="onecycle"),
+    "a part of the batches": recorded(trainer={"limit_train_batches": 0.9}),
+    "last batch dropped": recorded(loader={"drop_last": True}),
+    "user's sampler": recorded(kind="sampler"),
+    "two loaders": recorded(kind="two"),
+    "two loaders, the longer one": recorded(kind="two, as long as the longer"),
+    "own distributed sampler": recorded(
         kind="own distributed sampler", trainer={"use_distributed_sampler": False}
     ),
-    "loaders made anew": RunSpec(trainer={"reload_dataloaders_every_n_epochs": 1}),
-    "validated by the clock": RunSpec(validate=True, trainer={"val_check_interval": "00:01:00:00"}),
-    "manual optimization": RunSpec(manual=True, batch_size=12, dropout=0.2, validate=True),
-    "a short last window": RunSpec(**SHORT, dropout=0.2, schedule="lambda"),
-    "short windows, a limit beyond the data": RunSpec(
+    "loaders made anew": recorded(trainer={"reload_dataloaders_every_n_epochs": 1}),
+    "validated by the clock": recorded(
+        validate=True, trainer={"val_check_interval": "00:01:00:00"}
+    ),
+    "manual optimization": recorded(manual=True, batch_size=12, dropout=0.2, validate=True),
+    "a short last window": recorded(**SHORT, dropout=0.2, schedule="lambda"),
+    "short windows, a limit beyond the data": recorded(
         **SHORT, schedule="plateau, stepwise", trainer={"limit_train_batches": 7}
     ),
-    "short windows, validated over epochs": RunSpec(
+    "short windows, validated over epochs": recorded(
         **SHORT,
         schedule="frequency",
         trainer={"val_check_interval": 3, "check_val_every_n_epoch": None},
     ),
-    "short windows, validated twice an epoch": RunSpec(
+    "short windows, validated twice an epoch": recorded(
         **SHORT, schedule="step", trainer={"limit_train_batches": 5, "val_check_interval": 0.5}
     ),
-    "uneven": RunSpec(global_batch=11, strategy={"allow_uneven_batches": True}),
+    "uneven": recorded(global_batch=11, strategy={"allow_uneven_batches": True}),
 }
 SOME_SCENARIOS = pytest.mark.cases(2)
 """``make test`` runs two cases with few points, ``make test-long`` all cases and points."""
@@ -119,7 +124,7 @@ SHORTER = {"some batches": 4, "a part of the batches": 4, "last batch dropped": 
 class Reference:
     """An uninterrupted run and its saves."""
 
-    run: RunSpec
+    run: FitCase
     seen: list[RunRecord]
     """The records of all ranks."""
     steps: int
@@ -257,7 +262,7 @@ def test_every_pair_of_worlds_takes_the_same_steps(
     source: int, target: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """From inside an epoch and inside a window, with different accumulations."""
-    saving = RunSpec(save=("step 0.3", "inside 1.1"), root=str(tmp_path))
+    saving = recorded(save=("step 0.3", "inside 1.1"), root=str(tmp_path))
     expected = record(worlds, source, saving)
     points = {"step 0.3": 3, "inside 1.1": 6}
     if not Path(str(saving.resumed("inside 1.1").ckpt_path)).exists():
@@ -269,7 +274,7 @@ def test_every_pair_of_worlds_takes_the_same_steps(
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_changes_of_world_make_one_run(stage: int, worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(stage=stage, epochs=3, validate=True, schedule="onecycle")
+    run = recorded(stage=stage, epochs=3, validate=True, schedule="onecycle")
     expected = record(worlds, 4, run)
     others = [record(worlds, world, run) for world in (2, 3)]
     first = replace(run, save=("inside 0.2", "step 0.2"), root=str(tmp_path))
@@ -292,10 +297,10 @@ def test_a_run_stopped_by_max_steps_continues(
     point: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """The run stops within an epoch that Lightning considers complete."""
-    short = RunSpec(save=(point,), root=str(tmp_path), epochs=None, max_steps=8)
+    short = recorded(save=(point,), root=str(tmp_path), epochs=None, max_steps=8)
     record(worlds, 2, short)
     for limit in ({"epochs": None, "max_steps": 14}, {"epochs": 3, "max_steps": -1}):
-        expected = record(worlds, 2, RunSpec(**limit))
+        expected = record(worlds, 2, recorded(**limit))
         (seen,) = assert_continued(worlds, world, short, expected, {point: 8}, **limit)
         assert seen.global_step == expected.global_step
         assert world != 2 or seen.losses == from_step(expected.losses, 8)
@@ -306,8 +311,8 @@ def test_a_run_stopped_by_max_steps_continues(
 def test_a_finished_run_continues_for_more_epochs(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    short = RunSpec(save=("end",), root=str(tmp_path), epochs=1)
-    _, expected = records(worlds, 2, [short, RunSpec(epochs=3)])
+    short = recorded(save=("end",), root=str(tmp_path), epochs=1)
+    _, expected = records(worlds, 2, [short, recorded(epochs=3)])
     (seen,) = assert_continued(worlds, world, short, expected, {"end": 5}, epochs=3)
     assert seen.epoch == expected.epoch
     # Without a schedule, the change of the planned steps is not reported.
@@ -317,7 +322,7 @@ def test_a_finished_run_continues_for_more_epochs(
 @pytest.mark.long
 def test_numpy_rates_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
     """A step with an np.float32 rate differs from one with a Python float."""
-    saving = RunSpec(schedule="numpy", save=("step 0.2",), root=str(tmp_path))
+    saving = recorded(schedule="numpy", save=("step 0.2",), root=str(tmp_path))
     for expected, seen in worlds.run(2, partial(fits, [saving, saving.resumed("step 0.2")])):
         assert {type(rate).__name__ for rate in expected.rates.values()} == {"float32"}
         assert {type(rate).__name__ for rate in seen.rates.values()} == {"float32"}
@@ -329,15 +334,15 @@ def test_numpy_rates_keep_their_type(worlds: Pools, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        (RunSpec(schedule="warmup", epochs=3), "inside 1.3", 8),
-        (RunSpec(schedule="onecycle", epochs=3), "step 0.2", 2),
-        (RunSpec(schedule="lambda", stage=3), "epoch 0", 5),
-        (RunSpec(schedule="epoch", validate=True, epochs=3), "inside 1.0", 5),
+        (recorded(schedule="warmup", epochs=3), "inside 1.3", 8),
+        (recorded(schedule="onecycle", epochs=3), "step 0.2", 2),
+        (recorded(schedule="lambda", stage=3), "epoch 0", 5),
+        (recorded(schedule="epoch", validate=True, epochs=3), "inside 1.0", 5),
     ],
     ids=lambda plan: plan[0].schedule,
 )
 def test_a_new_rate_equals_that_of_a_run_that_always_had_it(
-    plan: tuple[RunSpec, str, int], worlds: Pools, tmp_path: Path
+    plan: tuple[FitCase, str, int], worlds: Pools, tmp_path: Path
 ) -> None:
     """With load_hyperparameters=False and several schedules."""
     run, point, begin = plan
@@ -356,7 +361,7 @@ def test_losses_differ_only_by_the_order_of_sums(
     target: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """Losses of consecutive steps differ far more, so that no step is skipped or repeated."""
-    saving = RunSpec(save=("step 0.3",), root=str(tmp_path), epochs=4, length=120)
+    saving = recorded(save=("step 0.3",), root=str(tmp_path), epochs=4, length=120)
     expected = record(worlds, 2, saving)
     other, seen = records(worlds, target, [replace(saving, save=()), saving.resumed("step 0.3")])
     other_world = max(abs(expected.losses[step] - other.losses[step]) for step in expected.losses)

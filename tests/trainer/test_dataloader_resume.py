@@ -12,10 +12,10 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from typing_extensions import override
 
+from tests.support.fits import FitCase
 from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import (
     RunRecord,
-    RunSpec,
     assert_continued,
     assert_refused,
     error_of,
@@ -23,6 +23,7 @@ from tests.trainer._recorded_runs import (
     fit_stock,
     from_step,
     record,
+    recorded,
     records,
 )
 
@@ -30,15 +31,15 @@ pytestmark = pytest.mark.engine
 
 SAVE = "step 0.3"
 AT = {SAVE: 3}
-OWN = RunSpec(
+OWN = recorded(
     kind="own batches", length=60, batch_size=6, trainer={"use_distributed_sampler": False}
 )
 """Batches in the user's own order, which Lightning does not change."""
 
 
 def saved(
-    run: RunSpec, worlds: Pools, root: Path, *points: str, world: int = 2
-) -> tuple[RunSpec, RunRecord]:
+    run: FitCase, worlds: Pools, root: Path, *points: str, world: int = 2
+) -> tuple[FitCase, RunRecord]:
     """Fit, saving inside an epoch or at other moments; return the run and its record."""
     saving = replace(run, save=points or (SAVE,), root=str(root))
     return saving, record(worlds, world, saving)
@@ -46,12 +47,12 @@ def saved(
 
 @pytest.mark.parametrize(
     "run",
-    [RunSpec(kind="iterable", length=60), replace(OWN, kind="user's loader")],
+    [recorded(kind="iterable", length=60), replace(OWN, kind="user's loader")],
     ids=lambda run: run.kind,
 )
 @pytest.mark.parametrize("world", [2, 3])
 def test_data_that_cannot_be_positioned_are_refused_with_a_remedy(
-    run: RunSpec, world: int, worlds: Pools, tmp_path: Path
+    run: FitCase, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """Also on the same number of ranks."""
     saving, _ = saved(run, worlds, tmp_path)
@@ -70,7 +71,7 @@ def test_data_that_cannot_be_positioned_are_refused_with_a_remedy(
 def test_an_epoch_restarts_with_a_warning_if_allowed(
     world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    run = RunSpec(kind="iterable", length=60, strategy={"on_unresumable_data": "restart_epoch"})
+    run = recorded(kind="iterable", length=60, strategy={"on_unresumable_data": "restart_epoch"})
     saving, reference = saved(run, worlds, tmp_path)
     seen = record(worlds, world, saving.resumed(SAVE))
     again = [reference.steps[step] for step in range(5)]
@@ -84,7 +85,7 @@ def test_an_epoch_restarts_with_a_warning_if_allowed(
 def test_resume_at_is_enough_to_position_data(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    run = RunSpec(kind="seeks", length=60) if kind == "seeks" else OWN
+    run = recorded(kind="seeks", length=60) if kind == "seeks" else OWN
     saving, reference = saved(run, worlds, tmp_path)
     micro = 12 // world if kind == "own batches" else {4: 3}.get(world, 2)
     (seen,) = assert_continued(worlds, world, saving, reference, AT, batch_size=micro)
@@ -97,7 +98,7 @@ def test_workers_begin_at_the_resumed_position(
 ) -> None:
     """Lightning starts the workers before `resume_at`; later epochs start at their first sample."""
     options = {"num_workers": 2, "persistent_workers": persistent}
-    run = RunSpec(kind="seeks", length=48, batch_size=6, loader=options)
+    run = recorded(kind="seeks", length=48, batch_size=6, loader=options)
     saving, reference = saved(run, worlds, tmp_path)
     for world in (1, 2):
         assert_continued(worlds, world, saving, reference, AT, batch_size=12 // world)
@@ -105,7 +106,7 @@ def test_workers_begin_at_the_resumed_position(
 
 def test_items_that_are_batches_are_consumed_once(worlds: Pools, tmp_path: Path) -> None:
     """With batch_size=None, positions are counted in items."""
-    run = RunSpec(kind="items", length=48, global_batch=None, epochs=1)
+    run = recorded(kind="items", length=48, global_batch=None, epochs=1)
     for source, point, done in ((1, "step 0.4", 4), (2, "step 0.3", 6)):
         saving, reference = saved(run, worlds, tmp_path / f"{source}", point, world=source)
         before = [i for step in range(done // source) for i in reference.steps[step]]
@@ -118,7 +119,7 @@ def test_items_that_are_batches_are_consumed_once(worlds: Pools, tmp_path: Path)
 
 
 def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(kind="items", length=48, global_batch=16, epochs=1)
+    run = recorded(kind="items", length=48, global_batch=16, epochs=1)
     assert_refused(worlds, 2, run, "UnsupportedError", "logging_batch_size_per_gpu")
     sized = replace(run, strategy={"logging_batch_size_per_gpu": 4})
     assert_eight_a_step(sized, worlds, tmp_path)
@@ -127,13 +128,13 @@ def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) 
 
 
 def test_batches_of_a_batch_sampler_as_sampler_are_not_split(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(kind="batch sampler as sampler", length=48, global_batch=12, epochs=1)
+    run = recorded(kind="batch sampler as sampler", length=48, global_batch=12, epochs=1)
     error = "UnsupportedError: global_batch_size=12 on 2 devices"
     assert_refused(worlds, 2, run, error, "the DataLoader makes batches of 4 itself")
     assert_eight_a_step(run, worlds, tmp_path)
 
 
-def assert_eight_a_step(run: RunSpec, worlds: Pools, root: Path) -> None:
+def assert_eight_a_step(run: FitCase, worlds: Pools, root: Path) -> None:
     saving, reference = saved(replace(run, global_batch=8), worlds, root)
     for world in (1, 2):
         (seen,) = assert_continued(worlds, world, saving, reference, AT)
@@ -146,7 +147,7 @@ def test_each_of_several_loaders_resumes_at_its_position(
     kind: str, point: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """Also with other batch sizes, after a shorter loader has restarted, and after two resumes."""
-    run = RunSpec(kind=kind, length=64, global_batch=None, batch_size=4, epochs=2)
+    run = recorded(kind=kind, length=64, global_batch=None, batch_size=4, epochs=2)
     at = {f"step 0.{point}": point}
     saving, reference = saved(run, worlds, tmp_path / "first", *at)
     assert reference.global_step == 16
@@ -164,7 +165,7 @@ def test_a_loader_that_ends_within_a_step_resumes_there(
 ) -> None:
     trainer = {"use_distributed_sampler": False}
     kind = f"a shorter batch sampler{suffix}"
-    run = RunSpec(kind=kind, length=48, global_batch=global_batch, epochs=2)
+    run = recorded(kind=kind, length=48, global_batch=global_batch, epochs=2)
     run = replace(run, trainer=trainer | ({} if global_batch else {"accumulate_grad_batches": 2}))
     points = {f"step 0.{steps}": steps for steps in (1, 2, 4, 5)}
     saving, reference = saved(run, worlds, tmp_path, *points)
@@ -176,7 +177,7 @@ def test_a_loader_that_ends_within_a_step_resumes_there(
 
 
 def test_a_stream_that_has_restarted_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(kind="a shorter stream", length=64, global_batch=None, batch_size=4, epochs=1)
+    run = recorded(kind="a shorter stream", length=64, global_batch=None, batch_size=4, epochs=1)
     saving, reference = saved(run, worlds, tmp_path, "step 0.2", "step 0.6")
     assert_continued(worlds, 2, saving, reference, {"step 0.2": 2})
     text = "samples that the DataLoader of SeekableStream had yielded"
@@ -186,7 +187,7 @@ def test_a_stream_that_has_restarted_is_refused(worlds: Pools, tmp_path: Path) -
 @pytest.mark.parametrize("last", [True, "link"])
 def test_a_refused_resume_replaces_no_checkpoint(last: Any, worlds: Pools, tmp_path: Path) -> None:
     """A save during the exception would contain the loaded step and unrestored data."""
-    saving, whole = saved(RunSpec(kind="stateful", length=60), worlds, tmp_path)
+    saving, whole = saved(recorded(kind="stateful", length=60), worlds, tmp_path)
     saving_in_exceptions = (
         partial(
             ModelCheckpoint,
@@ -218,7 +219,7 @@ class SavesAtStart(Callback):
 
 
 def test_a_save_before_a_run_has_resumed_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(dropout=0.2, callbacks=(partial(SavesAtStart, str(tmp_path / "start.ckpt")),))
+    run = recorded(dropout=0.2, callbacks=(partial(SavesAtStart, str(tmp_path / "start.ckpt")),))
     saving, whole = saved(run, worlds, tmp_path)
     resumed = saving.resumed(SAVE)
     assert_refused(worlds, 2, resumed, "UnsupportedError", "in on_train_start of a resumed run")
@@ -238,7 +239,7 @@ def test_a_batch_that_lightning_has_prefetched_is_trained_on_once(
     kind: str, point: str, begin: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """A loader's own state is that of the last step; at the end of an epoch, the epoch is done."""
-    saving, reference = saved(RunSpec(kind=kind, length=60), worlds, tmp_path, point)
+    saving, reference = saved(recorded(kind=kind, length=60), worlds, tmp_path, point)
     assert len(reference.steps) == 10
     for seen in worlds.run(2, partial(fit, saving.resumed(point))):
         assert seen.steps == from_step(reference.steps, begin)
@@ -249,17 +250,17 @@ def test_a_batch_that_lightning_has_prefetched_is_trained_on_once(
 def test_torchdatas_loader_resumes_on_any_world(world: int, worlds: Pools, tmp_path: Path) -> None:
     """For data with a length, this library determines the order without the loader's state."""
     pytest.importorskip("torchdata")
-    saving, reference = saved(RunSpec(kind="torchdata"), worlds, tmp_path)
+    saving, reference = saved(recorded(kind="torchdata"), worlds, tmp_path)
     assert_continued(worlds, world, saving, reference, AT)
 
 
 @pytest.mark.long
 def test_other_data_are_refused_only_inside_an_epoch(worlds: Pools, tmp_path: Path) -> None:
-    saving, _ = saved(RunSpec(), worlds, tmp_path)
+    saving, _ = saved(recorded(), worlds, tmp_path)
     text = "that of the saved run (dataset_length was 53, is 70)"
     other = saving.resumed(SAVE, length=70)
     assert_refused(worlds, 2, other, "CheckpointMismatchError", text)
-    ended, _ = saved(RunSpec(epochs=1), worlds, tmp_path, "epoch 0")
+    ended, _ = saved(recorded(epochs=1), worlds, tmp_path, "epoch 0")
     seen = record(worlds, 2, ended.resumed("epoch 0", epochs=2, length=70))
     assert sorted(seen.steps) == [5, 6, 7, 8, 9, 10]
 
@@ -273,7 +274,7 @@ SAVE_LATER = "step 1.2"
 def test_a_samplers_own_generators_continue_their_order(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    saving, reference = saved(RunSpec(kind=kind), worlds, tmp_path, SAVE_LATER)
+    saving, reference = saved(recorded(kind=kind), worlds, tmp_path, SAVE_LATER)
     assert reference.steps[0] != reference.steps[5]  # The epochs have different orders.
     assert_continued(worlds, world, saving, reference, {SAVE_LATER: 7})
 
@@ -284,7 +285,7 @@ def test_a_sampler_that_counts_its_epochs_is_refused_or_restarted(
 ) -> None:
     """A new process counts from zero, which is right only in the first epoch and at its end."""
     points = (SAVE, "epoch 0", SAVE_LATER, "epoch 1")
-    saving, reference = saved(RunSpec(kind="counts", epochs=3), worlds, tmp_path, *points)
+    saving, reference = saved(recorded(kind="counts", epochs=3), worlds, tmp_path, *points)
     reason = "OwnGenerator put epoch 1 in another order"
     for seen in assert_continued(worlds, 2, saving, reference, AT | {"epoch 0": 5}):
         assert not any("another order" in text for text in seen.messages)
@@ -322,12 +323,12 @@ def test_a_schedule_that_ends_before_a_repeated_epoch_is_named(
 @pytest.mark.long
 def test_orders_of_numpy_integers_are_compared(worlds: Pools, tmp_path: Path) -> None:
     workers = {"num_workers": 1}
-    run = RunSpec(kind="numpy indices", noise=0.1, loader=workers, epochs=1)
+    run = recorded(kind="numpy indices", noise=0.1, loader=workers, epochs=1)
     saving, reference = saved(run, worlds, tmp_path)
     for seen in worlds.run(2, partial(fit, saving.resumed(SAVE))):
         assert seen.steps == from_step(reference.steps, 3)
         assert seen.losses == from_step(reference.losses, 3)
-    unseeded = RunSpec(kind="numpy indices, unseeded", epochs=1)
+    unseeded = recorded(kind="numpy indices, unseeded", epochs=1)
     saving, _ = saved(unseeded, worlds, tmp_path, world=1)
     text = "NumPyIndices put epoch 0 in another order than in the saved run"
     for world in (1, 2):
@@ -336,7 +337,7 @@ def test_orders_of_numpy_integers_are_compared(worlds: Pools, tmp_path: Path) ->
 
 def test_an_order_that_cannot_be_compared_is_refused(worlds: Pools, tmp_path: Path) -> None:
     """On one device, the save warns."""
-    saving, seen = saved(RunSpec(kind="anonymous", epochs=1), worlds, tmp_path, world=1)
+    saving, seen = saved(recorded(kind="anonymous", epochs=1), worlds, tmp_path, world=1)
     reason = "NumPyIndices yields objects that cannot be"
     assert_refused(worlds, 2, saving, f"UnsupportedError: {reason}")
     warning = f"will be refused on resume: {reason} compared"
@@ -348,7 +349,7 @@ def test_an_order_that_cannot_be_compared_is_refused(worlds: Pools, tmp_path: Pa
 @pytest.mark.long
 def test_a_sampler_may_change_when_an_epoch_starts(worlds: Pools) -> None:
     """Also in the first epoch, because its order is not read before."""
-    seen = record(worlds, 2, RunSpec(kind="changed"))
+    seen = record(worlds, 2, recorded(kind="changed"))
     assert sorted(seen.steps[0]) == list(range(7, 19))
     assert sorted(seen.steps[5]) == list(range(14, 26))
 
@@ -359,7 +360,7 @@ def test_a_sampler_that_differs_between_ranks_is_refused_in_any_epoch(
     kind: str, worlds: Pools
 ) -> None:
     text = "OwnGenerator gives each rank another order of the samples"
-    assert_refused(worlds, 2, RunSpec(kind=kind), "UnsupportedError", text)
+    assert_refused(worlds, 2, recorded(kind=kind), "UnsupportedError", text)
 
 
 @pytest.mark.long
@@ -367,7 +368,7 @@ def test_a_sampler_that_differs_between_ranks_is_refused_in_any_epoch(
 def test_ordered_samplers_yield_consecutive_samples_on_any_world(
     kind: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    saving, reference = saved(RunSpec(kind=kind), worlds, tmp_path)
+    saving, reference = saved(recorded(kind=kind), worlds, tmp_path)
     for first in (0, 5):
         for step in range(4):
             assert reference.steps[first + step] == list(range(12 * step, 12 * (step + 1)))
@@ -389,7 +390,7 @@ def test_ordered_samplers_yield_consecutive_samples_on_any_world(
 def test_data_that_cannot_resume_cause_a_warning_at_the_start(
     kind: str, expected: str, worlds: Pools
 ) -> None:
-    run = RunSpec(kind=kind, length=60, epochs=1)
+    run = recorded(kind=kind, length=60, epochs=1)
     allowed = replace(run, strategy={"on_unresumable_data": "restart_epoch"})
     seen = records(worlds, 2, [run, allowed])
     warned = [
@@ -417,7 +418,7 @@ def test_data_that_cannot_resume_cause_a_warning_at_the_start(
 def test_changed_batch_settings_are_reported_with_both_numbers(
     world: int, changes: dict[str, Any], expected: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    run = RunSpec(global_batch=None, batch_size=6, length=60, schedule="lambda")
+    run = recorded(global_batch=None, batch_size=6, length=60, schedule="lambda")
     saving, reference = saved(run, worlds, tmp_path)
     seen = record(worlds, world, saving.resumed(SAVE, **changes))
     assert any(expected in text for text in seen.messages), seen.messages
@@ -432,7 +433,7 @@ def test_a_changed_global_batch_of_a_stock_checkpoint_is_reported(
     """Also if its ``logging_batch_size_per_gpu``, which affects DeepSpeed's log only, is wrong."""
     size = {} if logged is None else {"logging_batch_size_per_gpu": logged}
     accumulation = {"accumulate_grad_batches": 2}
-    run = RunSpec(global_batch=None, batch_size=6, length=96, epochs=1, stage=stage, strategy=size)
+    run = recorded(global_batch=None, batch_size=6, length=96, epochs=1, stage=stage, strategy=size)
     saving = replace(run, trainer=accumulation, root=str(tmp_path), save=(SAVE,))
     reference: RunRecord = worlds.run(2, partial(fit_stock, saving))[0]
     resumed = replace(run, root=str(tmp_path)).resumed(SAVE)
@@ -451,7 +452,7 @@ def test_a_stock_checkpoint_with_batches_of_one_sample_keeps_its_position(
     worlds: Pools, tmp_path: Path
 ) -> None:
     """Lightning's strategy also uses 1 if it does not find the loader's batch size."""
-    run = RunSpec(global_batch=None, batch_size=1, length=16, epochs=1, root=str(tmp_path))
+    run = recorded(global_batch=None, batch_size=1, length=16, epochs=1, root=str(tmp_path))
     reference: RunRecord = worlds.run(2, partial(fit_stock, replace(run, save=(SAVE,))))[0]
     seen = record(worlds, 1, replace(run.resumed(SAVE), batch_size=2))
     assert not any("global batch changes" in text for text in seen.messages)
@@ -460,7 +461,7 @@ def test_a_stock_checkpoint_with_batches_of_one_sample_keeps_its_position(
 
 def test_the_global_batch_of_a_single_file_is_unknown(worlds: Pools, tmp_path: Path) -> None:
     """The file does not contain the number of ranks, so the position counts optimizer steps."""
-    run = RunSpec(global_batch=None, batch_size=6, length=96, epochs=1, root=str(tmp_path))
+    run = recorded(global_batch=None, batch_size=6, length=96, epochs=1, root=str(tmp_path))
     saving = replace(run, save=(SAVE,))
     reference: RunRecord = worlds.run(2, partial(fit_stock, saving, ddp=True))[0]
     seen = record(worlds, 2, run.resumed(SAVE))
@@ -472,7 +473,7 @@ def test_the_global_batch_of_a_single_file_is_unknown(worlds: Pools, tmp_path: P
 def test_intervals_without_a_global_batch_cause_a_warning(worlds: Pools, tmp_path: Path) -> None:
     """Lightning's integers then count batches of one device."""
     trainer = {"val_check_interval": 2}
-    run = RunSpec(global_batch=None, batch_size=6, validate=True, trainer=trainer)
+    run = recorded(global_batch=None, batch_size=6, validate=True, trainer=trainer)
     saving, _ = saved(run, worlds, tmp_path)
     trainer = {**trainer, "accumulate_grad_batches": 2}
     seen = record(worlds, 1, saving.resumed(SAVE, trainer=trainer))
@@ -483,7 +484,7 @@ def test_intervals_without_a_global_batch_cause_a_warning(worlds: Pools, tmp_pat
 
 @pytest.mark.long
 def test_random_states_of_another_world_cause_one_warning(worlds: Pools, tmp_path: Path) -> None:
-    saving, _ = saved(RunSpec(dropout=0.1), worlds, tmp_path)
+    saving, _ = saved(recorded(dropout=0.1), worlds, tmp_path)
     messages = [record(worlds, world, saving.resumed(SAVE)).messages for world in (2, 3)]
     counts = [sum("starts a new stream" in text for text in texts) for texts in messages]
     assert counts == [0, 1]
@@ -492,30 +493,30 @@ def test_random_states_of_another_world_cause_one_warning(worlds: Pools, tmp_pat
 @pytest.mark.parametrize(
     ("run", "expected"),
     [
-        (RunSpec(global_batch=10), "global_batch_size=10 cannot be shared by 3 devices"),
+        (recorded(global_batch=10), "global_batch_size=10 cannot be shared by 3 devices"),
         (
-            RunSpec(trainer={"accumulate_grad_batches": 4}),
+            recorded(trainer={"accumulate_grad_batches": 4}),
             "accumulate_grad_batches=4) and global_batch_size=12 contradict each other",
         ),
         (
-            RunSpec(kind="seeks", batch_size=3, global_batch=6),
+            recorded(kind="seeks", batch_size=3, global_batch=6),
             "needs micro-batches of 2 samples, and the DataLoader makes batches of 3 itself",
         ),
         (
-            RunSpec(kind="two, one uncut"),
+            recorded(kind="two, one uncut"),
             "needs micro-batches of 2 samples, and the DataLoader makes batches of 3 itself",
         ),
         (
-            RunSpec(kind="no length"),
+            recorded(kind="no length"),
             "global_batch_size=12 needs a training loader with a batch_size",
         ),
         (
-            RunSpec(length=7, loader={"drop_last": True}),
+            recorded(length=7, loader={"drop_last": True}),
             "7 samples do not fill one global batch of 12",
         ),
     ],
 )
 def test_impossible_batch_sizes_are_refused_before_training(
-    run: RunSpec, expected: str, worlds: Pools
+    run: FitCase, expected: str, worlds: Pools
 ) -> None:
     assert_refused(worlds, 3, run, "UnsupportedError", expected)

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fits import FitCase
 from tests.support.ranks import Pools
-from tests.trainer._recorded_runs import RunSpec, assert_continued, from_step, record, records
+from tests.trainer._recorded_runs import assert_continued, from_step, record, recorded, records
 
 pytestmark = pytest.mark.engine
 
 POINTS = {"step 1.3": 8, "validated 10": 10, "epoch 1": 10}
 """Moments inside an epoch, after its validation and at its end, with the next step."""
 
-RUN = RunSpec(
+RUN = recorded(
     length=60,
     batch_size=6,
     epochs=4,
@@ -71,7 +72,7 @@ def test_torchdatas_loader_restarts_when_another_loader_ends_the_epoch(
 ) -> None:
     pytest.importorskip("torchdata")
     save = ("epoch 0", "starting 1")
-    run = RunSpec(kind=f"torchdata and a {other} one", length=48, global_batch=None, save=save)
+    run = recorded(kind=f"torchdata and a {other} one", length=48, global_batch=None, save=save)
     run = replace(run, root=str(tmp_path))
     reference = record(worlds, 2, run)
     assert_continued(worlds, 2, run, reference, dict.fromkeys(save, reference.global_step // 2))
@@ -81,7 +82,7 @@ def test_torchdatas_loader_restarts_when_another_loader_ends_the_epoch(
 def test_gradients_of_an_incomplete_window_do_not_reach_the_next_epoch(
     stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    run = RunSpec(kind="skips", stage=stage, save=("epoch 0",), root=str(tmp_path), length=60)
+    run = recorded(kind="skips", stage=stage, save=("epoch 0",), root=str(tmp_path), length=60)
     reference = record(worlds, 2, run)
     seen = record(worlds, 2, run.resumed("epoch 0"))
     assert seen.buffer == reference.buffer
@@ -91,10 +92,10 @@ def test_gradients_of_an_incomplete_window_do_not_reach_the_next_epoch(
     assert "gradients of its last 1 micro-batches are dropped" in warning
 
 
-UNCUT = RunSpec(length=48, batch_size=4, global_batch=8, epochs=3, noise=0.1)
+UNCUT = recorded(length=48, batch_size=4, global_batch=8, epochs=3, noise=0.1)
 """Two micro-batches per step, on one rank."""
 
-KEPT: dict[str, RunSpec] = {
+KEPT: dict[str, FitCase] = {
     "a stream": replace(UNCUT, kind="seeks", loader={"num_workers": 1}),
     "batches in order": replace(UNCUT, kind="noisy batches", loader={"num_workers": 1}),
     "shuffled by the process": replace(UNCUT, loader={"num_workers": 1}),

@@ -21,10 +21,18 @@ from torchmetrics.wrappers import MinMaxMetric
 from typing_extensions import override
 
 from lightning_elastic_zero.trainer.metrics import _own_value
+from tests.support.fits import FitCase
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
-from tests.trainer._recorded_runs import EventRecorder, RecordingNet, RunSpec, from_step, trainer_of
+from tests.trainer._recorded_runs import (
+    EventRecorder,
+    RecordingNet,
+    from_step,
+    loaders_of,
+    recorded,
+    trainer_of,
+)
 
 CLASSES = 3
 
@@ -46,7 +54,7 @@ class LoggedValues:
 class MetricsNet(RecordingNet):
     """A net that logs values with all kinds of reductions and metrics."""
 
-    def __init__(self, run: RunSpec, extra: str = "") -> None:
+    def __init__(self, run: FitCase, extra: str = "") -> None:
         super().__init__(run)
         self.extra = extra
         self.mean_metric = torchmetrics.MeanMetric()
@@ -129,11 +137,11 @@ def recorder_of(values: LoggedValues) -> Callback:
     """Return a callback that records the values of an epoch when the next one starts."""
 
     def record(trainer: pl.Trainer, moment: str) -> None:
-        for recorded, live in (
+        for values_of_kind, live in (
             (values.epochs, trainer.callback_metrics),
             (values.logged, trainer.logged_metrics),
         ):
-            recorded[moment] = {name: float(value) for name, value in live.items()}
+            values_of_kind[moment] = {name: float(value) for name, value in live.items()}
 
     return LambdaCallback(
         on_train_epoch_start=lambda trainer, _: record(trainer, str(trainer.current_epoch)),
@@ -141,7 +149,7 @@ def recorder_of(values: LoggedValues) -> Callback:
     )
 
 
-def values_of(run: RunSpec, extra: str = "") -> LoggedValues:
+def values_of(run: FitCase, extra: str = "") -> LoggedValues:
     """Fit; return the values of this rank.
 
     Args:
@@ -159,14 +167,14 @@ def values_of(run: RunSpec, extra: str = "") -> LoggedValues:
     trainer = trainer_of(run, [*more, stopping, checkpoints])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
     with captured_warnings() as values.warned:
-        trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
+        trainer.fit(net, loaders_of(run), val, ckpt_path=run.ckpt_path)
     values.rates = net.rates
     values.stopped = stopping.stopped_epoch
     values.best = float(checkpoints.best_model_score or 0.0)
     return values
 
 
-def all_values(runs: list[RunSpec], extra: str = "") -> list[LoggedValues]:
+def all_values(runs: list[FitCase], extra: str = "") -> list[LoggedValues]:
     return [values_of(run, extra) for run in runs]
 
 
@@ -189,9 +197,9 @@ OF_VALIDATION = {"val", "val_mean"}
 """Validation samples are padded for three ranks."""
 
 
-def saving(root: Path, **options: object) -> RunSpec:
+def saving(root: Path, **options: object) -> FitCase:
     """Return a run that saves at all moments, and also validates inside an epoch."""
-    run = RunSpec(
+    run = recorded(
         save=MOMENTS,
         root=str(root),
         batch_size=3,
@@ -202,7 +210,7 @@ def saving(root: Path, **options: object) -> RunSpec:
     return replace(run, **options)  # type: ignore[arg-type]
 
 
-def resumed(run: RunSpec) -> dict[str, RunSpec]:
+def resumed(run: FitCase) -> dict[str, FitCase]:
     """Return the runs that resume from existing saves, by moment."""
     runs = {moment: run.resumed(moment) for moment in run.save}
     return {moment: each for moment, each in runs.items() if Path(str(each.ckpt_path)).exists()}
@@ -319,15 +327,15 @@ class CountingNet(RecordingNet):
         self.samples.reset()
 
 
-def samples_per_epoch(run: RunSpec) -> list[float]:
+def samples_per_epoch(run: FitCase) -> list[float]:
     net = CountingNet(run)
-    trainer_of(run, [EventRecorder(run)]).fit(net, run.loaders(), ckpt_path=run.ckpt_path)
+    trainer_of(run, [EventRecorder(run)]).fit(net, loaders_of(run), ckpt_path=run.ckpt_path)
     return net.samples_per_epoch
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_metrics_restart_with_their_epoch(world: int, worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(kind="iterable", length=60, batch_size=6, save=("step 1.3",), root=str(tmp_path))
+    run = recorded(kind="iterable", length=60, batch_size=6, save=("step 1.3",), root=str(tmp_path))
     assert worlds.run(2, partial(samples_per_epoch, run))[0] == [60, 60]
     policy = {"on_unresumable_data": "restart_epoch"}
     again = run.resumed("step 1.3", batch_size=12 // world, strategy=policy)

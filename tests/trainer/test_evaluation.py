@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.fits import (
     Data,
-    FitSpec,
+    FitCase,
     RegressionNet,
     digests,
     elastic,
@@ -30,7 +30,7 @@ from tests.support.fits import (
 from tests.support.outcome import error_text
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
-from tests.trainer._recorded_runs import RecordingNet, RunSpec, fit_stock
+from tests.trainer._recorded_runs import RecordingNet, fit_stock, recorded
 from tests.trainer.test_refused_setups import BY_TRAINER
 
 pytestmark = pytest.mark.engine
@@ -42,10 +42,10 @@ def test_evaluations_on_any_number_of_ranks_are_equal(
 ) -> None:
     """Validation, test and prediction from a checkpoint."""
     root = str(tmp_path)
-    worlds.run(2, partial(fit, FitSpec(root, stage, epochs=2)))
+    worlds.run(2, partial(fit, FitCase(root, stage, epochs=2)))
     losses, predicted = [], []
     for world in (1, 2, 3):
-        plan = FitSpec(root, stage, ckpt_path=f"{root}/last.ckpt", seed=world)
+        plan = FitCase(root, stage, ckpt_path=f"{root}/last.ckpt", seed=world)
         for verb in ("validate", "test"):
             losses += [s["loss"] for s in worlds.run(world, partial(evaluate, plan, verb))]
         per_rank = [s["predicted"] for s in worlds.run(world, partial(evaluate, plan, "predict"))]
@@ -59,14 +59,14 @@ def test_evaluation_and_resume_with_second_copies_find_the_metrics_of_the_save(
     worlds: Pools, tmp_path: Path
 ) -> None:
     root = str(tmp_path)
-    fitted = worlds.run(2, partial(with_second_copies, FitSpec(root, 3, epochs=1), "fit"))
-    plan = FitSpec(root, 3, ckpt_path=f"{root}/last.ckpt", seed=7)
+    fitted = worlds.run(2, partial(with_second_copies, FitCase(root, 3, epochs=1), "fit"))
+    plan = FitCase(root, 3, ckpt_path=f"{root}/last.ckpt", seed=7)
     found = worlds.run(2, partial(with_second_copies, plan, "validate"))
     print([run["metrics"]["val_loss"] for run in fitted], [run["loss"] for run in found])
     for before, after in zip(fitted, found, strict=True):
         assert after["loss"] == before["metrics"]["val_loss"], (before, after)
     uninterrupted = worlds.run(
-        2, partial(with_second_copies, FitSpec(f"{root}/whole", 3, epochs=2), "fit")
+        2, partial(with_second_copies, FitCase(f"{root}/whole", 3, epochs=2), "fit")
     )
     resumed = worlds.run(2, partial(with_second_copies, replace(plan, epochs=2), "fit"))
     for expected, seen in zip(uninterrupted, resumed, strict=True):
@@ -74,7 +74,7 @@ def test_evaluation_and_resume_with_second_copies_find_the_metrics_of_the_save(
         assert seen["end"] == expected["end"]
 
 
-def with_second_copies(plan: FitSpec, verb: str) -> dict[str, Any]:
+def with_second_copies(plan: FitCase, verb: str) -> dict[str, Any]:
     """Fit or evaluate with hpZ; reset the groups that DeepSpeed would use for later engines."""
     zero = {
         "stage": 3,
@@ -103,8 +103,8 @@ def test_a_config_refused_for_training_can_evaluate(
     stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
     root = str(tmp_path)
-    worlds.run(2, partial(fit, FitSpec(root, stage)))
-    plain = FitSpec(root, stage, ckpt_path=f"{root}/last.ckpt", seed=7)
+    worlds.run(2, partial(fit, FitCase(root, stage)))
+    plain = FitCase(root, stage, ckpt_path=f"{root}/last.ckpt", seed=7)
     wanted = [seen["loss"] for seen in worlds.run(2, partial(evaluate, plain, "validate"))]
     for name in (*OF_TRAINING, *(OF_ZERO if stage == 2 else ())):
         section = BY_TRAINER[name].config
@@ -121,9 +121,9 @@ def test_converted_weights_load_into_a_plain_model(
     stage: int, weights_only: bool, worlds: Pools, tmp_path: Path
 ) -> None:
     """The file loads with `load_from_checkpoint` and any Trainer; the state dict into a module."""
-    plan = FitSpec(str(tmp_path), stage, checkpoint={"save_weights_only": weights_only})
+    plan = FitCase(str(tmp_path), stage, checkpoint={"save_weights_only": weights_only})
     path = worlds.run(2, partial(fit, plan))[0]["best"]
-    plan = FitSpec(str(tmp_path), stage, ckpt_path=path, seed=5)
+    plan = FitCase(str(tmp_path), stage, ckpt_path=path, seed=5)
     wanted = worlds.run(1, partial(evaluate, plan, "test"))[0]["loss"]
 
     single = str(tmp_path / "model.ckpt")
@@ -146,12 +146,12 @@ def test_converted_weights_load_into_a_plain_model(
 
 def validated_weights(path: str, stage: int) -> tuple[dict[str, str], str]:
     """Return digests of the weights that a validation uses, and the error of a resume."""
-    net, strategy = RecordingNet(RunSpec()), elastic(stage=stage)
+    net, strategy = RecordingNet(recorded()), elastic(stage=stage)
     trainer = quiet_trainer(strategy, max_epochs=1)
     batches = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
     trainer.validate(net, batches, ckpt_path=path, verbose=False)
     trainer = quiet_trainer(elastic(stage=stage), max_epochs=1)
-    error = error_text(lambda: trainer.fit(RecordingNet(RunSpec()), batches, ckpt_path=path))
+    error = error_text(lambda: trainer.fit(RecordingNet(recorded()), batches, ckpt_path=path))
     return digests(net), error
 
 
@@ -160,7 +160,7 @@ def test_a_stock_checkpoint_without_zero_is_evaluated(
     stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """Its optimizer state is not resumed."""
-    run = RunSpec(stage=0, epochs=1, save=("end",), root=str(tmp_path))
+    run = recorded(stage=0, epochs=1, save=("end",), root=str(tmp_path))
     trained = worlds.run(2, partial(fit_stock, run))[0].weights
     for weights, error in worlds.run(1, partial(validated_weights, f"{tmp_path}/end.ckpt", stage)):
         assert weights == trained

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fits import FitSpec, fit, listing
+from tests.support.fits import FitCase, fit, listing
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools
 from tests.trainer import _failure_cases
@@ -35,7 +35,7 @@ def test_paths_that_differ_between_ranks_are_refused(worlds: Pools, tmp_path: Pa
 
 def test_a_checkpoint_that_one_rank_cannot_find_stops_all(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
-    worlds.run(2, partial(fit, FitSpec(root, 2)))
+    worlds.run(2, partial(fit, FitCase(root, 2)))
     for message in messages_of(worlds, 2, _failure_cases.resume_on_first_rank_only, root):
         assert message.startswith("RanksError")
         assert "load" in message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.engines import OVERFLOW, fp16_on_cpu
-from tests.support.fits import WIDTH, RegressionNet, elastic, quiet_trainer
+from tests.support.fits import WIDTH, FitCase, RegressionNet, elastic, quiet_trainer
 from tests.support.oracle import differences
 from tests.support.ranks import Pools
 
@@ -39,30 +39,21 @@ Held = dict[str, Any]
 """Keys are ``kind/name``; values are tensors, numbers, or the ``repr`` of other values."""
 
 
-@dataclass(frozen=True)
-class HalfFit:
-    root: str
-    precision: Any
-    stage: int
-    epochs: int = 1
-    ckpt_path: str | None = None
-    lr: float = 0.01
-    seed: int = 0
-    steps: int = -1
-    """The maximum number of optimizer steps; -1: no limit."""
-    manual: bool = False
-    """Use manual optimization, with one step per micro-batch."""
-    retained: bool = False
-    """With manual optimization: two steps per micro-batch, through one retained graph."""
+def half(root: Path, precision: str, stage: int, **changes: Any) -> FitCase:
+    return FitCase(str(root), stage, trainer={"precision": precision}, **changes)
 
 
 class OverflowingNet(RegressionNet):
     """A net whose loss overflows in fp16 at one optimizer step of each epoch."""
 
-    def __init__(self, plan: HalfFit) -> None:
-        super().__init__(plan.lr, plan.seed)
-        self.automatic_optimization = not plan.manual
-        self.retained = plan.retained
+    def __init__(self, case: FitCase, *, retained: bool = False) -> None:
+        """With manual optimization, take one step per micro-batch.
+
+        With ``retained``, take two through one graph.
+        """
+        super().__init__(case.rate, case.seed)
+        self.automatic_optimization = not case.manual
+        self.retained = retained
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -148,24 +139,24 @@ def _states_of(
                 yield from ((key, optimizer.optimizer.state[master][key]) for key in kinds[1:])
 
 
-def fit(plan: HalfFit) -> tuple[Held, Held]:
+def fit(plan: FitCase) -> tuple[Held, Held]:
     """Fit; return the state at the start of training and at its end."""
     recorder = StateRecorder()
     saves = ModelCheckpoint(plan.root, save_last=True, enable_version_counter=False)
     batch = None if plan.manual else GLOBAL_BATCH
     strategy = elastic(stage=plan.stage, global_batch_size=batch, **SCALER)
-    options = {"max_epochs": plan.epochs, "max_steps": plan.steps, "precision": plan.precision}
+    options = {"max_epochs": plan.epochs, "max_steps": plan.max_steps, **plan.trainer}
     trainer = quiet_trainer(strategy, recorder, saves, **options)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(STEPS_PER_EPOCH * GLOBAL_BATCH, WIDTH, generator=generator)
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
     with fp16_on_cpu():
-        trainer.fit(OverflowingNet(plan), data, ckpt_path=plan.ckpt_path)
+        trainer.fit((plan.net or OverflowingNet)(plan), data, ckpt_path=plan.ckpt_path)
     start, end = recorder.held
     return start, end
 
 
-def wanted_of(saved: Held, source: HalfFit, target: HalfFit, found: Held) -> Held:
+def wanted_of(saved: Held, source: FitCase, target: FitCase, found: Held) -> Held:
     """Return the state that a resumed run must have.
 
     Buffers have the type of the resumed run: DeepSpeed casts them to fp16 in ZeRO-3, Lightning
@@ -216,7 +207,7 @@ def test_half_precision_state_is_restored_on_another_world(
     worlds: Pools,
     tmp_path: Path,
 ) -> None:
-    first = HalfFit(str(tmp_path / "first"), precision, stage)
+    first = half(tmp_path / "first", precision, stage)
     ends = [end for _, end in worlds.run(ranks, partial(fit, first))]
     saved = ends[0]
     assert saved["counter/skipped_steps"] == 1
@@ -224,7 +215,7 @@ def test_half_precision_state_is_restored_on_another_world(
     assert saved["weight/first.weight"].dtype == torch.float16
     assert all(saved[f"{key}/first.weight"].any() for key in STATES[1:])
     last = str(tmp_path / "first" / "last.ckpt")
-    second = HalfFit(str(tmp_path / "second"), other, target, 2, last, lr=0.9, seed=9)
+    second = half(tmp_path / "second", other, target, epochs=2, ckpt_path=last, rate=0.9, seed=9)
     for start, end in worlds.run(more, partial(fit, second)):
         wanted = wanted_of(saved, first, second, start)
         assert not differing(wanted, start)
@@ -239,10 +230,10 @@ def test_a_half_precision_run_continues_bit_for_bit(
     stage: int, precision: str, worlds: Pools, tmp_path: Path
 ) -> None:
     """Also overflows, skipped steps and changes of the loss scale."""
-    first = HalfFit(str(tmp_path / "half"), precision, stage)
+    first = half(tmp_path / "half", precision, stage)
     worlds.run(2, partial(fit, first))
     last = str(tmp_path / "half" / "last.ckpt")
-    again = replace(first, epochs=2, ckpt_path=last, seed=9, lr=0.9)
+    again = replace(first, epochs=2, ckpt_path=last, seed=9, rate=0.9)
     reference = replace(first, root=str(tmp_path / "whole"), epochs=2)
     resumed: list[Any] = worlds.run(2, partial(fit, again))
     for (_, uninterrupted), (_, end) in zip(
@@ -260,7 +251,7 @@ def test_gradients_of_stage_0_equal_those_of_zero(
     """DeepSpeed divides them by the loss scale in all stages, but scales the loss only in ZeRO."""
     moments = []
     for stage in (0, 1):
-        plan = HalfFit(str(tmp_path / str(stage)), "16-true", stage, steps=1, manual=manual)
+        plan = half(tmp_path / str(stage), "16-true", stage, max_steps=1, manual=manual)
         moments.append(worlds.run(2, partial(fit, plan))[0][1])
     assert_close_moments(*moments)
 
@@ -279,7 +270,11 @@ def test_each_pass_through_a_retained_graph_uses_the_current_scale(
     """The loss scale doubles between two steps of a micro-batch."""
     ends = []
     for stage in (0, 1):
-        plan = HalfFit(str(tmp_path / str(stage)), "16-true", stage, steps=4, lr=0.0, manual=True)
-        ends.append(worlds.run(2, partial(fit, replace(plan, retained=True)))[0][1])
+        plan = half(tmp_path / str(stage), "16-true", stage, max_steps=4, rate=0.0, manual=True)
+        ends.append(
+            worlds.run(2, partial(fit, replace(plan, net=partial(OverflowingNet, retained=True))))[
+                0
+            ][1]
+        )
     assert ends[0]["scaler/cur_scale"] == ends[1]["scaler/cur_scale"] == "512.0"
     assert_close_moments(*ends)

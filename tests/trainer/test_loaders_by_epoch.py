@@ -11,10 +11,10 @@ import pytest
 from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import (
     AccumulatesByEpoch,
-    RunSpec,
     assert_continued,
     assert_refused,
     record,
+    recorded,
     records,
 )
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 
 RELOADED: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "accumulate_grad_batches": 2}
 
-SIZES = RunSpec(
+SIZES = recorded(
     kind="by epoch: size", global_batch=None, length=48, batch_size=1, epochs=3, trainer=RELOADED
 )
 """On two ranks: epochs of 12, 6 and 4 steps."""
@@ -53,7 +53,7 @@ def test_a_seed_by_epoch_is_that_of_the_saved_epoch(
     every: int, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     trainer = {"reload_dataloaders_every_n_epochs": every}
-    run = RunSpec(kind="by epoch: seed", length=48, epochs=5, trainer=trainer)
+    run = recorded(kind="by epoch: seed", length=48, epochs=5, trainer=trainer)
     run = replace(run, save=(*SEED_POINTS,), root=str(tmp_path))
     reference = record(worlds, 2, run)
     assert_continued(worlds, world, run, reference, SEED_POINTS)
@@ -64,7 +64,7 @@ def test_loaders_created_in_an_earlier_epoch_cause_a_warning(worlds: Pools, tmp_
     """A resume inside their second epoch creates them then, maybe with other values."""
     trainer = {"reload_dataloaders_every_n_epochs": 2}
     points = ("inside 0.2", "epoch 0", "step 1.2", "epoch 1", "step 2.2")
-    run = RunSpec(kind="by epoch: nothing", length=48, epochs=3, trainer=trainer, save=points)
+    run = recorded(kind="by epoch: nothing", length=48, epochs=3, trainer=trainer, save=points)
     run = replace(run, root=str(tmp_path))
     record(worlds, 2, run)
     seen = records(worlds, 2, [run.resumed(point) for point in points])
@@ -76,7 +76,7 @@ def test_loaders_created_in_an_earlier_epoch_cause_a_warning(worlds: Pools, tmp_
 def test_another_seed_of_the_run_keeps_the_order(every: int, worlds: Pools, tmp_path: Path) -> None:
     """Also with reloaded loaders, and after a second resume inside a window."""
     trainer = {"reload_dataloaders_every_n_epochs": every}
-    run = RunSpec(kind="by epoch: nothing", length=48, epochs=4, trainer=trainer)
+    run = recorded(kind="by epoch: nothing", length=48, epochs=4, trainer=trainer)
     run = replace(run, save=("inside 0.2", "epoch 0"), root=str(tmp_path))
     reference = record(worlds, 2, run)
     for point, begin in {"inside 0.2": 2, "epoch 0": 4}.items():
@@ -90,6 +90,6 @@ def test_another_seed_of_the_run_keeps_the_order(every: int, worlds: Pools, tmp_
 
 
 def test_a_change_of_accumulation_is_refused_before_its_first_step(worlds: Pools) -> None:
-    run = RunSpec(global_batch=None, callbacks=(AccumulatesByEpoch,))
+    run = recorded(global_batch=None, callbacks=(AccumulatesByEpoch,))
     texts = ("accumulate_grad_batches was changed from 1 to 2 during the fit", "epoch 1")
     assert_refused(worlds, 2, run, "UnsupportedError", *texts)

@@ -17,7 +17,7 @@ from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.core.manifest import TrainingProgress
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint
 from lightning_elastic_zero.trainer.model_checkpoint import LoadedSaves, ModelCheckpointHooks
-from tests.support.fits import FitSpec, error_of, fit, listing
+from tests.support.fits import FitCase, error_of, fit, listing
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 from tests.support.small_checkpoints import before_each_syscall
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.engine
 
 def checkpoints_of(worlds: Pools, root: Path, world: int = 2, **checkpoint: Any) -> dict[str, bool]:
     """Fit three epochs of two steps; list the folder."""
-    worlds.run(world, partial(fit, FitSpec(str(root), 2, epochs=3, checkpoint=checkpoint)))
+    worlds.run(world, partial(fit, FitCase(str(root), 2, epochs=3, checkpoint=checkpoint)))
     return listing(str(root))
 
 
@@ -55,10 +55,10 @@ def test_exactly_the_expected_checkpoints_are_kept(
 @pytest.mark.long
 def test_last_saved_on_fewer_ranks_has_no_old_shards(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
-    worlds.run(3, partial(fit, FitSpec(root, 3)))
+    worlds.run(3, partial(fit, FitCase(root, 3)))
     files = tmp_path / "last.ckpt" / "checkpoint"
     assert len(list(files.glob("*_optim_states.pt"))) == 3
-    worlds.run(2, partial(fit, FitSpec(root, 1, epochs=2, ckpt_path="last")))
+    worlds.run(2, partial(fit, FitCase(root, 1, epochs=2, ckpt_path="last")))
     assert len(list(files.glob("*_optim_states.pt"))) == 2
     assert not [p for p in files.iterdir() if "rank_2" in p.name]
 
@@ -66,9 +66,9 @@ def test_last_saved_on_fewer_ranks_has_no_old_shards(worlds: Pools, tmp_path: Pa
 def test_top_k_keeps_the_checkpoint_resumed_from(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
     options = {"save_top_k": 1, "save_last": "link", "every_n_epochs": 1}
-    worlds.run(2, partial(fit, FitSpec(root, 2, checkpoint=options)))
+    worlds.run(2, partial(fit, FitCase(root, 2, checkpoint=options)))
     resumed = (tmp_path / "last.ckpt").resolve()
-    again = FitSpec(root, 2, epochs=3, ckpt_path="last", checkpoint=options)
+    again = FitCase(root, 2, epochs=3, ckpt_path="last", checkpoint=options)
     worlds.run(1, partial(fit, again))
     assert (resumed / "manifest.json").is_file()
     assert (tmp_path / "last.ckpt").resolve() != resumed
@@ -78,7 +78,7 @@ def fit_with_own_scores(root: str) -> dict[str, Any]:
     """Fit with a score that differs between the ranks, and gives two epochs one name on rank 0."""
     options: dict[str, Any] = {"monitor": "score", "mode": "max", "filename": "{score:.1f}"}
     options |= {"save_top_k": 2, "save_last": "link", "enable_version_counter": True}
-    trainer, net, data, _ = FitSpec(root, epochs=4, checkpoint=options).make()
+    trainer, net, data, _ = FitCase(root, epochs=4, checkpoint=options).make()
     callback: Any = trainer.checkpoint_callback
     candidates, rank = callback._monitor_candidates, comm.get_rank()
     callback._monitor_candidates = lambda trainer: {
@@ -103,7 +103,7 @@ def test_a_name_with_a_metric_of_each_rank_is_rank_zeros(worlds: Pools, tmp_path
     assert not second["warnings"]
 
 
-def fit_nested(spec: FitSpec) -> tuple[int, list[str]]:
+def fit_nested(spec: FitCase) -> tuple[int, list[str]]:
     """Fit with a slash in the names; return the final step, and the targets of last.ckpt."""
     trainer, net, data, _ = spec.make()
     seen: list[str] = []
@@ -123,7 +123,7 @@ def test_a_slash_in_the_name_changes_nothing(worlds: Pools, tmp_path: Path) -> N
     """Lightning puts each checkpoint into a folder of its own."""
     options: dict[str, Any] = {"filename": "{epoch}-{val/loss:.3f}", "save_last": "link"}
     options |= {"monitor": "epoch", "mode": "max", "save_top_k": 2}
-    spec = FitSpec(str(tmp_path), epochs=4, checkpoint=options)
+    spec = FitCase(str(tmp_path), epochs=4, checkpoint=options)
     step, lasts = worlds.run(1, partial(fit_nested, spec))[0]
     names = [f"epoch={epoch}-val/loss=0.000.ckpt" for epoch in range(4)]
     assert [*dict.fromkeys(lasts)] == names
@@ -151,7 +151,7 @@ class Listing(Callback):
         self.names |= {*listing(self.folder)}
 
 
-def fit_and_list(spec: FitSpec) -> set[str]:
+def fit_and_list(spec: FitCase) -> set[str]:
     """Fit; return the names that were in the folder before any batch."""
     trainer, net, data, _ = spec.make()
     before_batches = Listing(spec.root)
@@ -166,7 +166,7 @@ def test_a_folder_of_checkpoints_holds_nothing_else(
 ) -> None:
     """Neither during a run, except for the save in flight, nor after it."""
     options = {"monitor": "step", "mode": "max", "filename": "{step}", "save_last": "link"}
-    spec = FitSpec(str(tmp_path), 2, epochs=3, checkpoint={**options, "save_top_k": 2})
+    spec = FitCase(str(tmp_path), 2, epochs=3, checkpoint={**options, "save_top_k": 2})
     names, _ = worlds.run(
         2, partial(fit_and_list, replace(spec, strategy={"async_save": async_save}))
     )
@@ -189,7 +189,7 @@ def test_paths_without_a_checkpoint_are_refused_on_every_rank(
 ) -> None:
     """A test must not run with fresh weights."""
     ckpt_path = path if "://" in path else str(tmp_path / path)
-    plan = FitSpec(str(tmp_path / "out"), 2, ckpt_path=ckpt_path)
+    plan = FitCase(str(tmp_path / "out"), 2, ckpt_path=ckpt_path)
     for message in worlds.run(2, partial(error_of, plan, verb)):
         assert message.startswith(error), message
         assert path in message

@@ -20,12 +20,12 @@ from lightning.pytorch.callbacks import (
 )
 from typing_extensions import override
 
-from tests.support.fits import FitSpec, RegressionNet, digests, error_of, evaluate, fit
+from tests.support.fits import FitCase, RegressionNet, digests, error_of, evaluate, fit
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 
 
-def trainer_with(plan: FitSpec, *callbacks: Callback) -> tuple[pl.Trainer, RegressionNet, Any, Any]:
+def trainer_with(plan: FitCase, *callbacks: Callback) -> tuple[pl.Trainer, RegressionNet, Any, Any]:
     """Create a plan's trainer with additional callbacks, which come first."""
     trainer, net, data, watch = plan.make()
     trainer.callbacks[:0] = callbacks  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def trainer_with(plan: FitSpec, *callbacks: Callback) -> tuple[pl.Trainer, Regre
 # -- averages ------------------------------------------------------------------------------------
 
 
-def fit_averaged(plan: FitSpec) -> dict[str, Any]:
+def fit_averaged(plan: FitCase) -> dict[str, Any]:
     """Fit with averaged weights; return the best checkpoint, with its loss and evaluated loss."""
     trainer, net, data, _ = trainer_with(plan, EMAWeightAveraging(decay=0.6))
     trainer.fit(net, data, ckpt_path=plan.ckpt_path)
@@ -47,7 +47,7 @@ def fit_averaged(plan: FitSpec) -> dict[str, Any]:
     return {**found, "in this process": evaluated}
 
 
-def evaluate_averaged(plan: FitSpec, with_callback: bool) -> dict[str, Any]:
+def evaluate_averaged(plan: FitCase, with_callback: bool) -> dict[str, Any]:
     """Validate, test and predict in a new Trainer."""
     found: dict[str, Any] = {}
     for verb in ("validate", "test", "predict"):
@@ -91,7 +91,7 @@ class ChangesWeights(Callback):
             parameter.data = values
 
 
-def fit_changed(plan: FitSpec, *, clamps: bool) -> tuple[str, float]:
+def fit_changed(plan: FitCase, *, clamps: bool) -> tuple[str, float]:
     """Fit with weights that change in place; return the best checkpoint and its loss."""
     trainer, net, data, _ = trainer_with(plan, ChangesWeights(clamps=clamps))
     trainer.fit(net, data)
@@ -104,7 +104,7 @@ def fit_changed(plan: FitSpec, *, clamps: bool) -> tuple[str, float]:
 # -- after a fit ---------------------------------------------------------------------------------
 
 
-def save_after(plan: FitSpec, verb: str) -> dict[str, Any]:
+def save_after(plan: FitCase, verb: str) -> dict[str, Any]:
     """Fit, save, evaluate and save again; then resume from both checkpoints."""
     trainer, net, data, watch = plan.make()
     trainer.fit(net, data)
@@ -117,12 +117,12 @@ def save_after(plan: FitSpec, verb: str) -> dict[str, Any]:
     found: dict[str, Any] = {"fitted": fitted}
     for name in ("before", "after"):
         path, root = f"{plan.root}/{name}.ckpt", f"{plan.root}/of {name}"
-        resumed = replace(plan, root=root, epochs=plan.epochs + 2, ckpt_path=path, seed=7)
+        resumed = replace(plan, root=root, epochs=(plan.epochs or 0) + 2, ckpt_path=path, seed=7)
         found[name] = {**fit(resumed), "best": "", "loaded": ""}
     return found
 
 
-def save_after_a_change(plan: FitSpec, change: str, path: str) -> dict[str, Any]:
+def save_after_a_change(plan: FitCase, change: str, path: str) -> dict[str, Any]:
     """Fit, change the weights or the module, evaluate and save; then load into a third module."""
     trainer, net, data, _ = plan.make()
     trainer.fit(net, data)
@@ -141,7 +141,7 @@ def save_after_a_change(plan: FitSpec, change: str, path: str) -> dict[str, Any]
     return {"fitted": fitted, "tested": tested, "loaded": digests(net), "warned": warned}
 
 
-def save_without_fit(plan: FitSpec, verb: str, path: str) -> dict[str, Any]:
+def save_without_fit(plan: FitCase, verb: str, path: str) -> dict[str, Any]:
     """Evaluate, with or without a checkpoint, and save."""
     trainer, net, data, _ = plan.make()
     with captured_warnings(about="nothing was trained here") as warned:
@@ -190,7 +190,7 @@ class Switch(Callback):
             self.weights.append(float(pl_module.last.weight.detach().double().sum()))
 
 
-def switched(plan: FitSpec, thaw: bool) -> dict[str, Any]:
+def switched(plan: FitCase, thaw: bool) -> dict[str, Any]:
     """Fit while a layer is frozen or unfrozen; return its weights, and the warnings."""
     switch = Switch(thaw=thaw)
     trainer, net, data, _ = trainer_with(plan, switch)
@@ -231,11 +231,11 @@ class Renaming(RegressionNet):
 
 
 def run_module(
-    plan: FitSpec, verb: str = "fit", *, net_class: type[RegressionNet]
+    plan: FitCase, verb: str = "fit", *, net_class: type[RegressionNet]
 ) -> dict[str, Any]:
     """Fit or validate a module that changes the weights in its checkpoints."""
     trainer, _, data, watch = plan.make()
-    net = net_class(plan.lr, plan.seed, plan.hidden)
+    net = net_class(plan.rate, plan.seed, plan.hidden)
     if verb == "fit":
         trainer.fit(net, data, ckpt_path=plan.ckpt_path)
     else:
@@ -256,11 +256,11 @@ BEST = {"monitor": "val_loss", "save_top_k": 1, "filename": "best"}
 def test_evaluations_on_any_world_use_the_average(
     options: dict[str, bool], worlds: Pools, tmp_path: Path
 ) -> None:
-    plan = FitSpec(str(tmp_path), 2, epochs=3, checkpoint={**BEST, **options}, hidden=24)
+    plan = FitCase(str(tmp_path), 2, epochs=3, checkpoint={**BEST, **options}, hidden=24)
     fitted = worlds.run(2, partial(fit_averaged, plan))[0]
     assert fitted["in this process"] == pytest.approx(fitted["loss"], rel=1e-6)
     for world, stage, with_callback in ((2, 1, True), (1, 3, True), (3, 3, False), (3, 2, False)):
-        new = FitSpec(str(tmp_path), stage, ckpt_path=fitted["best"], seed=world, hidden=24)
+        new = FitCase(str(tmp_path), stage, ckpt_path=fitted["best"], seed=world, hidden=24)
         for found in worlds.run(world, partial(evaluate_averaged, new, with_callback)):
             print(world, stage, fitted["loss"], found)
             assert found["validate"] == pytest.approx(fitted["loss"], rel=1e-5)
@@ -278,10 +278,10 @@ def test_an_evaluation_uses_the_weights_that_were_scored(
     clamps: bool, options: dict[str, Any], worlds: Pools, tmp_path: Path
 ) -> None:
     kept = {**BEST, "save_weights_only": clamps}
-    plan = FitSpec(str(tmp_path), 2, epochs=2, strategy=options, checkpoint=kept, hidden=24)
+    plan = FitCase(str(tmp_path), 2, epochs=2, strategy=options, checkpoint=kept, hidden=24)
     best, loss = worlds.run(2, partial(fit_changed, plan, clamps=clamps))[0]
     for world, stage in ((2, 2), (1, 3)):
-        new = FitSpec(str(tmp_path), stage, ckpt_path=best, seed=world, hidden=24)
+        new = FitCase(str(tmp_path), stage, ckpt_path=best, seed=world, hidden=24)
         for found in worlds.run(world, partial(evaluate, new, "validate")):
             assert found["loss"] == pytest.approx(loss, rel=1e-6)
 
@@ -289,8 +289,8 @@ def test_an_evaluation_uses_the_weights_that_were_scored(
 @pytest.mark.long
 def test_averaging_can_start_after_a_resume(worlds: Pools, tmp_path: Path) -> None:
     root = str(tmp_path)
-    worlds.run(2, partial(fit, FitSpec(root, 2, checkpoint=BEST, hidden=24)))
-    plan = FitSpec(
+    worlds.run(2, partial(fit, FitCase(root, 2, checkpoint=BEST, hidden=24)))
+    plan = FitCase(
         f"{root}/on", 2, epochs=2, ckpt_path=f"{root}/best.ckpt", checkpoint=BEST, hidden=24
     )
     for found in worlds.run(1, partial(fit_averaged, plan)):
@@ -302,7 +302,7 @@ def test_averaging_can_start_after_a_resume(worlds: Pools, tmp_path: Path) -> No
 def test_a_run_resumes_from_a_save_after_an_evaluation(
     verb: str, stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    for found in worlds.run(2, partial(save_after, FitSpec(str(tmp_path), stage), verb)):
+    for found in worlds.run(2, partial(save_after, FitCase(str(tmp_path), stage), verb)):
         assert found["before"]["start"] == found["fitted"]
         assert found["after"] == found["before"]
     before, after = (
@@ -317,7 +317,7 @@ def test_a_run_resumes_from_a_save_after_an_evaluation(
 def test_a_save_contains_the_weights_evaluated_last(
     stage: int, change: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    plan, path = FitSpec(str(tmp_path), stage), str(tmp_path / "a.ckpt")
+    plan, path = FitCase(str(tmp_path), stage), str(tmp_path / "a.ckpt")
     found = worlds.run(2, partial(save_after_a_change, plan, change, path))
     assert [len(result["warned"]) for result in found] == [1, 0]
     # The loaded buffers are those of rank 0.
@@ -330,7 +330,7 @@ def test_a_save_without_a_fit_contains_weights_for_new_runs(
     stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
     root, path = str(tmp_path), str(tmp_path / "alone.ckpt")
-    program = partial(save_without_fit, FitSpec(root, stage, seed=3), "validate", path)
+    program = partial(save_without_fit, FitCase(root, stage, seed=3), "validate", path)
     saved = worlds.run(2, program)
     warned = ["nothing was trained here" in "".join(result["warned"]) for result in saved]
     assert warned == [True, False]
@@ -339,12 +339,12 @@ def test_a_save_without_a_fit_contains_weights_for_new_runs(
     shapes = {p["name"]: p["shape"] for p in manifest["parameters"]}
     assert shapes.items() <= worlds.run(1, partial(recovered_shapes, path))[0].items()
     # A run starts from it; the run's checkpoint is evaluated and saved as weights again.
-    new = FitSpec(root, 2, seed=5, ckpt_path=path, strategy={"load_optimizer_state": False})
+    new = FitCase(root, 2, seed=5, ckpt_path=path, strategy={"load_optimizer_state": False})
     runs = worlds.run(3, partial(fit, new))
     assert all(run["start"] == saved[0]["weights"] and run["step"] == 2 for run in runs)
     error = worlds.run(1, partial(error_of, replace(new, strategy={})))[0]
     assert "has no optimizer state" in error
-    again = FitSpec(root, 4 - stage, seed=6, ckpt_path=f"{root}/last.ckpt")
+    again = FitCase(root, 4 - stage, seed=6, ckpt_path=f"{root}/last.ckpt")
     evaluated = partial(save_without_fit, again, "predict", f"{root}/again.ckpt")
     weights = worlds.run(2, evaluated)[0]["weights"]
     assert weights == runs[0]["end"]
@@ -359,7 +359,7 @@ def test_layers_frozen_or_unfrozen_later_cause_one_warning_per_epoch(
     thaw: bool, stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """DeepSpeed ignores the change."""
-    plan = FitSpec(str(tmp_path), stage, epochs=3)
+    plan = FitCase(str(tmp_path), stage, epochs=3)
     first, second = worlds.run(2, partial(switched, plan, thaw))
     state = (
         "unfrozen since the fit began, and not trained" if thaw else "frozen since the fit began"
@@ -383,15 +383,15 @@ def test_frozen_weights_removed_by_a_hook_are_not_saved(
     """Also if the hook adds an entry to the weights."""
     root = str(tmp_path)
     program = partial(run_module, net_class=Pruning)
-    ends = worlds.run(2, partial(program, FitSpec(root, stage)))
+    ends = worlds.run(2, partial(program, FitCase(root, stage)))
     manifest = json.loads((tmp_path / "last.ckpt" / "manifest.json").read_text())
     assert manifest["excluded"] == list(Pruning.removed)
     assert "norm.running_mean" not in manifest["module_buffers"]
-    worlds.run(2, partial(fit, FitSpec(f"{root}/whole", stage)))
+    worlds.run(2, partial(fit, FitCase(f"{root}/whole", stage)))
     complete = size_bytes(f"{root}/whole/last.ckpt")
     assert size_bytes(f"{root}/last.ckpt") < complete - 31 * 31 * 4
     for verb in ("fit", "validate"):
-        plan = FitSpec(f"{root}/{verb}", target, epochs=2, seed=4, ckpt_path=f"{root}/last.ckpt")
+        plan = FitCase(f"{root}/{verb}", target, epochs=2, seed=4, ckpt_path=f"{root}/last.ckpt")
         found = worlds.run(1, partial(program, plan, verb))[0]
         loaded = found["start"] if verb == "fit" else found["end"]
         same = {name for name, digest in loaded.items() if digest == ends[0]["end"][name]}
@@ -404,12 +404,12 @@ def test_weights_renamed_by_a_hook_are_saved_once_under_their_names(
 ) -> None:
     root = str(tmp_path)
     program = partial(run_module, net_class=Renaming)
-    ends = worlds.run(2, partial(program, FitSpec(root, stage)))
+    ends = worlds.run(2, partial(program, FitCase(root, stage)))
     manifest = json.loads((tmp_path / "last.ckpt" / "manifest.json").read_text())
     assert not manifest["excluded"]
-    worlds.run(2, partial(fit, FitSpec(f"{root}/whole", stage)))
+    worlds.run(2, partial(fit, FitCase(f"{root}/whole", stage)))
     assert size_bytes(f"{root}/last.ckpt") <= size_bytes(f"{root}/whole/last.ckpt")
-    plan = FitSpec(f"{root}/on", stage, epochs=2, seed=4, ckpt_path=f"{root}/last.ckpt")
+    plan = FitCase(f"{root}/on", stage, epochs=2, seed=4, ckpt_path=f"{root}/last.ckpt")
     assert worlds.run(1, partial(program, plan))[0]["start"] == ends[0]["end"]
 
 
@@ -420,7 +420,7 @@ def masters_are_rounded(root: str, keep_fp32: bool) -> bool:
     """Resume in bf16, with or without the saved fp32 masters; return whether they are rounded."""
     zero = {"stage": 2, "load_from_fp32_weights": keep_fp32}
     config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
-    plan = FitSpec(
+    plan = FitCase(
         root,
         epochs=2,
         ckpt_path=f"{root}/last.ckpt",
@@ -445,6 +445,6 @@ def test_load_from_fp32_weights_selects_rounded_or_saved_masters(
     worlds: Pools, tmp_path: Path
 ) -> None:
     root = str(tmp_path)
-    worlds.run(2, partial(fit, FitSpec(root, 2, trainer={"precision": "bf16-mixed"})))
+    worlds.run(2, partial(fit, FitCase(root, 2, trainer={"precision": "bf16-mixed"})))
     assert worlds.run(1, partial(masters_are_rounded, root, False)) == [True]
     assert worlds.run(3, partial(masters_are_rounded, root, True)) == [False] * 3

@@ -26,7 +26,7 @@ from lightning_elastic_zero.storage import node_files
 from lightning_elastic_zero.storage.node_files import NodeFiles
 from lightning_elastic_zero.storage.node_http import Peer
 from lightning_elastic_zero.trainer.model_checkpoint import ModelCheckpointHooks
-from tests.support.fits import Data, FitSpec, RegressionNet, WeightRecorder, evaluate, fit
+from tests.support.fits import FitCase, evaluate, fit
 from tests.support.launch import Job, run_ranks
 from tests.support.nodes import Nodes, enter, needs_mounts
 from tests.support.outcome import captured_log, captured_warnings, error_text
@@ -50,27 +50,11 @@ def nodes(tmp_path: Path, fork_server: ForkServer) -> Nodes:
     return Nodes(tmp_path, fork_server)
 
 
-@dataclass(frozen=True)
-class TwoFolders(FitSpec):
-    """A fit that also saves into a folder that all nodes share."""
-
-    shared: str = ""
-    every: int = 2
-
-    def make(self) -> tuple[pl.Trainer, RegressionNet, Data, WeightRecorder]:
-        trainer, *others = super().make()
-        shared = ModelCheckpoint(
-            self.shared, filename="{step}", every_n_train_steps=self.every, save_last="link"
-        )
-        trainer.callbacks.append(shared)  # type: ignore[attr-defined]
-        return (trainer, *others)  # type: ignore[return-value]
-
-
 def names(nodes: Nodes, node: int) -> list[str]:
     return sorted(path.name for path in nodes.path(node).iterdir() if path.name[0] != ".")
 
 
-def fit_without_deletions(plan: FitSpec) -> dict[str, Any]:
+def fit_without_deletions(plan: FitCase) -> dict[str, Any]:
     """Fit as a run that is killed before each deletion; for new ranks."""
     CheckpointManager.remove = lambda *_: None  # type: ignore[method-assign]
     return fit(plan)
@@ -85,7 +69,7 @@ def test_a_lost_node_costs_no_step(nodes: Nodes, *, async_save: bool) -> None:
     Old saves free all nodes, and the user's own files stay.
     """
     options = {"async_save": async_save}
-    plan = FitSpec(nodes.url, checkpoint=EACH_STEP, strategy=options, epochs=2)
+    plan = FitCase(nodes.url, checkpoint=EACH_STEP, strategy=options, epochs=2)
     whole = replace(plan, root=str(nodes.root / "whole"), epochs=3)
     with nodes.world(0, 1) as run:
         expected = run(partial(fit, whole))[0]
@@ -109,7 +93,7 @@ def test_a_lost_node_costs_no_step(nodes: Nodes, *, async_save: bool) -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_fewer_and_more_nodes(nodes: Nodes) -> None:
-    plan = FitSpec(nodes.url, checkpoint=EACH_STEP, ckpt_path="last")
+    plan = FitCase(nodes.url, checkpoint=EACH_STEP, ckpt_path="last")
     with nodes.world(0, 1) as run:
         before = run(partial(fit, plan))[0]
     nodes.lose(0)
@@ -167,7 +151,7 @@ def test_leftovers_are_of_the_callbacks_own_names(tmp_path: Path, *, with_names:
     assert removed == [f"{url}/{own}.ckpt"]
 
 
-def fit_with_log(plan: FitSpec) -> tuple[str, dict[str, Any], str]:
+def fit_with_log(plan: FitCase) -> tuple[str, dict[str, Any], str]:
     """Return the error, the result and the warnings of a fit."""
     result: dict[str, Any] = {}
     with captured_log(LIBRARY, logging.WARNING) as log:
@@ -180,11 +164,14 @@ def fit_with_log(plan: FitSpec) -> tuple[str, dict[str, Any], str]:
 def test_missing_nodes_are_named(nodes: Nodes) -> None:
     """Two neighbours of three are lost: the shared checkpoint is taken, and without it none."""
     shared = str(nodes.root / "shared")
-    plan = TwoFolders(nodes.url, epochs=2, checkpoint=EACH_STEP, shared=shared, every=3)
+    saves = partial(
+        ModelCheckpoint, shared, filename="{step}", every_n_train_steps=3, save_last="link"
+    )
+    plan = FitCase(nodes.url, epochs=2, checkpoint=EACH_STEP, callbacks=(saves,))
     with nodes.world(0, 1, 2) as run:
         run(partial(fit, plan))
     nodes.lose(1, 2)
-    alone = FitSpec(nodes.url, checkpoint=EACH_STEP, ckpt_path="last", epochs=3)
+    alone = FitCase(nodes.url, checkpoint=EACH_STEP, ckpt_path="last", epochs=3)
     with nodes.world(0, 1) as run:
         for error, _, _ in run(partial(fit_with_log, alone)):
             assert error.startswith("CheckpointCorruptedError: ")
@@ -204,7 +191,7 @@ def test_missing_nodes_are_named(nodes: Nodes) -> None:
 class CountedFit:
     """A fit on nodes that counts the changes rank 0 makes, and is killed before one of them."""
 
-    plan: FitSpec
+    plan: FitCase
     folders: tuple[str, ...]
     mounted: str
     kill_at: int = -1
@@ -235,7 +222,7 @@ CHANGES = [(Peer, "put_part"), (Peer, "put_name"), (Peer, "delete"), (NodeFiles,
 @pytest.mark.engine
 def test_a_kill_repeats_at_most_one_step(nodes: Nodes, fork_server: ForkServer) -> None:
     """Rank 0 and its node are lost in a save, a link or a deletion; the others fail at once."""
-    plan = FitSpec(nodes.url, checkpoint=EACH_STEP, epochs=3)
+    plan = FitCase(nodes.url, checkpoint=EACH_STEP, epochs=3)
     run = CountedFit(plan, tuple(str(nodes.disk(n)) for n in (0, 1)), str(nodes.mounted))
     nodes.mounted.mkdir()
     for node in (0, 1, 2):
@@ -260,7 +247,7 @@ def test_a_kill_repeats_at_most_one_step(nodes: Nodes, fork_server: ForkServer) 
         assert names(nodes, 1) == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
 
 
-def fill_node(plan: FitSpec) -> str:
+def fill_node(plan: FitCase) -> str:
     """Fit while rank 1's node has no room after step 2."""
 
     def fill(trainer: pl.Trainer, *_: object) -> None:
@@ -277,7 +264,7 @@ def fill_node(plan: FitSpec) -> str:
 @pytest.mark.engine
 def test_a_full_neighbour_stops_all_ranks(nodes: Nodes) -> None:
     """The last checkpoint stays."""
-    plan = FitSpec(nodes.url, checkpoint=EACH_STEP, epochs=2)
+    plan = FitCase(nodes.url, checkpoint=EACH_STEP, epochs=2)
     with nodes.world(0, 1, 2) as run:
         for error in run(partial(fill_node, plan)):
             assert error.startswith("SaveError: ")
@@ -299,7 +286,7 @@ def damage(nodes: Nodes, node: int, step: int) -> None:
 @pytest.mark.engine
 def test_damage(nodes: Nodes) -> None:
     """Another node's copy is read; without one, the older checkpoint with ``fallback=True``."""
-    plan = FitSpec(nodes.url, checkpoint=EACH_STEP)
+    plan = FitCase(nodes.url, checkpoint=EACH_STEP)
     with nodes.world(0, 1) as run:
         run(partial(fit, plan))
     damage(nodes, 0, 2)
@@ -325,7 +312,7 @@ def test_damage(nodes: Nodes) -> None:
 @pytest.mark.engine
 def test_an_evaluation_of_a_checkpoint_on_other_nodes(nodes: Nodes) -> None:
     """No callback has joined its folder before."""
-    plan = FitSpec(nodes.url, checkpoint=EACH_STEP)
+    plan = FitCase(nodes.url, checkpoint=EACH_STEP)
     with nodes.world(0, 1) as run:
         first = run(partial(evaluate_after_fit, plan))[0]
     nodes.lose(0)
@@ -336,13 +323,13 @@ def test_an_evaluation_of_a_checkpoint_on_other_nodes(nodes: Nodes) -> None:
         assert run(partial(evaluate, replace(plan, ckpt_path="last"), "test"))[0]["loss"]
 
 
-def evaluate_after_fit(plan: FitSpec) -> float:
+def evaluate_after_fit(plan: FitCase) -> float:
     fit(plan)
     loss = evaluate(replace(plan, ckpt_path=f"{plan.root}/step=2.ckpt"), "validate")["loss"]
     return float(loss)
 
 
-def restarted(plan: FitSpec) -> tuple[list[str], list[str]]:
+def restarted(plan: FitCase) -> tuple[list[str], list[str]]:
     """Return the warnings and log of a fit whose launcher has restarted the job."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     trainer, net, data, _ = plan.make()
@@ -355,7 +342,7 @@ def restarted(plan: FitSpec) -> tuple[list[str], list[str]]:
 @pytest.mark.engine
 def test_a_restart_without_any_checkpoint_is_not_silent(nodes: Nodes) -> None:
     with nodes.world(0, 1) as run:
-        warned, log = run(partial(restarted, FitSpec(nodes.url, checkpoint=EACH_STEP)))[0]
+        warned, log = run(partial(restarted, FitCase(nodes.url, checkpoint=EACH_STEP)))[0]
     assert len(warned) == 1
     lost = f"{nodes.url}: none of the nodes here (disk-0, disk-1) has a checkpoint. The job was"
     assert [lost in line for line in log].count(True) == 1
@@ -364,7 +351,7 @@ def test_a_restart_without_any_checkpoint_is_not_silent(nodes: Nodes) -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_an_exception_saves_on_nodes(nodes: Nodes) -> None:
-    plan = FitSpec(nodes.url, checkpoint={**EACH_STEP, "every_n_train_steps": 3}, epochs=2)
+    plan = FitCase(nodes.url, checkpoint={**EACH_STEP, "every_n_train_steps": 3}, epochs=2)
     with nodes.world(0, 1) as run:
         errors = run(partial(fail_after_a_step, plan))
     assert all("out of luck" in error for error in errors)
@@ -375,7 +362,7 @@ def test_an_exception_saves_on_nodes(nodes: Nodes) -> None:
     assert f"{nodes.url}/on_exception.ckpt" in result["loaded"]
 
 
-def fail_after_a_step(plan: FitSpec) -> str:
+def fail_after_a_step(plan: FitCase) -> str:
     """Fail on all ranks, and save with a callback that deletes its checkpoint at other ends."""
 
     def fail(trainer: pl.Trainer, *_: object) -> None:

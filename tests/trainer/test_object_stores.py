@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from lightning_elastic_zero.errors import ElasticZeroError
-from tests.support.fits import FitSpec, fit
+from tests.support.fits import FitCase, fit
 from tests.support.ranks import Pools
 from tests.support.store_servers import with_environment
 
@@ -43,7 +43,7 @@ def test_a_run_continues_from_its_last_checkpoint(
     run = partial(with_environment, environment)
     kept = {"save_top_k": 1, "monitor": "val_loss", "save_last": True, "filename": "{step}"}
     url = f"{bucket}/{uuid4()}/kept"
-    plan = FitSpec(url, checkpoint=kept, strategy={"async_save": async_save})
+    plan = FitCase(url, checkpoint=kept, strategy={"async_save": async_save})
     first = pools.run(2, partial(run, partial(fit, plan)))[0]
     assert first["best"].startswith(url)
     resumed = replace(plan, epochs=2, ckpt_path="last", seed=1)
@@ -71,7 +71,7 @@ def test_last_is_a_link(pools: Pools, s3: S3, folder: str) -> None:
         "filename": "{epoch}",
         "save_last": "link",
     }
-    plan = FitSpec(f"{bucket}/{uuid4()}{folder}", checkpoint=kept)
+    plan = FitCase(f"{bucket}/{uuid4()}{folder}", checkpoint=kept)
     first = pools.run(2, partial(run, partial(fit, plan)))[0]
     names = pools.run(1, partial(run, partial(names_in, plan.root)))[0]
     assert names == {"epoch=0.ckpt": "", "last.ckpt": "epoch=0.ckpt"}
@@ -82,7 +82,7 @@ def test_last_is_a_link(pools: Pools, s3: S3, folder: str) -> None:
     assert names["last.ckpt"] == "epoch=1.ckpt"
 
 
-def failed(plan: FitSpec) -> str:
+def failed(plan: FitCase) -> str:
     """Return the prompt error of a fit; errors of other kinds end the test."""
     began = time.monotonic()
     try:
@@ -95,7 +95,7 @@ def failed(plan: FitSpec) -> str:
 
 def test_file_urls(pools: Pools, tmp_path: Path) -> None:
     """A ``ckpt_path`` may be one. A ``dirpath`` may not, since Lightning changes it."""
-    plan = FitSpec(str(tmp_path / "run"))
+    plan = FitCase(str(tmp_path / "run"))
     first = pools.run(2, partial(fit, plan))[0]
     resumed = replace(plan, epochs=2, ckpt_path=f"file://{tmp_path}/run/last.ckpt", seed=1)
     assert pools.run(1, partial(fit, resumed))[0]["start"] == first["end"]
@@ -110,13 +110,13 @@ def test_a_missing_bucket_is_named_on_all_ranks(
     """The request is not repeated, since the bucket does not appear by itself."""
     bucket, environment = s3
     root = f"{bucket}/{uuid4()}" if ckpt_path not in {None, "last"} else "s3://no-such-bucket/run"
-    plan = FitSpec(root, ckpt_path=ckpt_path)
+    plan = FitCase(root, ckpt_path=ckpt_path)
     errors = pools.run(2, partial(with_environment, environment, partial(failed, plan)))
     kind = "CheckpointNotFoundError" if ckpt_path else "SaveError"
     assert all(kind in each and "no such bucket" in each for each in errors), errors
 
 
-def refuse_list(plan: FitSpec) -> str:
+def refuse_list(plan: FitCase) -> str:
     """Fit while the store refuses rank 0's list requests."""
     from torch import distributed
 
@@ -138,6 +138,6 @@ def refuse_list(plan: FitSpec) -> str:
 def test_a_failed_list_of_rank_0_is_raised_on_all_ranks(pools: Pools, s3: S3) -> None:
     """The other ranks do not wait for it."""
     bucket, environment = s3
-    plan = FitSpec(f"{bucket}/{uuid4()}")
+    plan = FitCase(f"{bucket}/{uuid4()}")
     errors = pools.run(2, partial(with_environment, environment, partial(refuse_list, plan)))
     assert all("access denied" in each for each in errors), errors

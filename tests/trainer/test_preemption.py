@@ -20,13 +20,15 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_elastic_zero.trainer.preemption import EXIT_CODE, NAME, PreemptionCheckpoint
+from tests.support.fits import FitCase
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
     RecordingNet,
-    RunSpec,
     fit,
     from_step,
+    loaders_of,
+    recorded,
     trainer_of,
 )
 
@@ -77,7 +79,7 @@ class Preempted:
     handlers_kept: bool
 
 
-def saves_of(run: RunSpec) -> ModelCheckpoint:
+def saves_of(run: FitCase) -> ModelCheckpoint:
     """Return a ModelCheckpoint that saves every second step."""
     return ModelCheckpoint(
         run.root,
@@ -107,12 +109,12 @@ class NotifiesInValidation(Callback):
 
 
 def fit_until_it_ends(
-    trainer: pl.Trainer, run: RunSpec, preemption: PreemptionCheckpoint, data: Any = None
+    trainer: pl.Trainer, run: FitCase, preemption: PreemptionCheckpoint, data: Any = None
 ) -> Preempted:
     signals = [signal.SIGTERM, signal.SIGUSR1]
     before, code = [*map(signal.getsignal, signals)], -1
     try:
-        trainer.fit(RecordingNet(run), run.loaders(), data)
+        trainer.fit(RecordingNet(run), loaders_of(run), data)
     except SystemExit as error:
         code = int(str(error.code))
     seconds = time.monotonic() - preemption._heard_at if preemption._heard else 0.0
@@ -120,7 +122,7 @@ def fit_until_it_ends(
     return Preempted(code, trainer.global_step, seconds, handlers_kept)
 
 
-def fit_until_preempted_in_validation(run: RunSpec) -> tuple[Preempted, int]:
+def fit_until_preempted_in_validation(run: FitCase) -> tuple[Preempted, int]:
     """Fit; the last rank gets a notice during the slow validation after step 5."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
     file = Path(run.root) / "notice"
@@ -133,7 +135,7 @@ def fit_until_preempted_in_validation(run: RunSpec) -> tuple[Preempted, int]:
 
 
 def fit_until_preempted(
-    run: RunSpec, names: tuple[str, ...] = (), in_save: bool = False
+    run: FitCase, names: tuple[str, ...] = (), in_save: bool = False
 ) -> Preempted:
     """Fit; the last rank gets a notice inside the window after step 3, by a file or signals."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
@@ -179,7 +181,7 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
     tmp_path: Path,
 ) -> None:
     strategy = {"async_save": background}
-    run = RunSpec(stage=stage, root=str(tmp_path / "run"), strategy=strategy)
+    run = recorded(stage=stage, root=str(tmp_path / "run"), strategy=strategy)
     reference = worlds.run(others, partial(fit, replace(run, root="", strategy={})))
     ended = worlds.run(ranks, partial(fit_until_preempted, run, names, in_save))
     # Only the first rank exits with the code: Lightning kills all ranks if another one does.
@@ -201,14 +203,14 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
 
 
 def test_a_validation_is_finished_before_a_preempted_save(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(stage=1, root=str(tmp_path))
+    run = recorded(stage=1, root=str(tmp_path))
     ended = worlds.run(2, partial(fit_until_preempted_in_validation, run))
     assert [e.code for e, _ in ended] == [EXIT_CODE, 0]
     assert {validated for _, validated in ended} == {SAMPLES // 2}
 
 
 def test_without_a_notice_the_callback_changes_nothing(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(stage=2, dropout=0.2, noise=0.1, root=str(tmp_path))
+    run = recorded(stage=2, dropout=0.2, noise=0.1, root=str(tmp_path))
     without = worlds.run(2, partial(fit, run))
     with_callback = partial(fit, replace(run, callbacks=(PreemptionCheckpoint,)))
     for record, other in zip(worlds.run(2, with_callback), without, strict=True):

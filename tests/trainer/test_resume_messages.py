@@ -18,16 +18,18 @@ from typing_extensions import override
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.selection import ConvertOptions
 from lightning_elastic_zero.trainer.checkpoint_io import _format_not_resumed
+from tests.support.fits import FitCase
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
     RecordingNet,
     RunRecord,
-    RunSpec,
     fit,
     fits,
     from_step,
+    loaders_of,
+    recorded,
     records,
     trainer_of,
     warned_by_default,
@@ -59,7 +61,7 @@ def test_a_configured_rate_replaced_by_the_saved_one_is_reported(
     }
     saves, runs = {}, []
     for schedule, rate, loads_rate in expected:
-        run = RunSpec(schedule=schedule, root=str(tmp_path / schedule), validate=True)
+        run = recorded(schedule=schedule, root=str(tmp_path / schedule), validate=True)
         saves[schedule] = replace(run, save=("step 1.3",))
         strategy = {} if loads_rate else {"load_hyperparameters": False}
         runs.append(run.resumed("step 1.3", rate=rate, strategy=strategy))
@@ -93,7 +95,7 @@ def test_a_schedule_that_the_saved_run_did_not_have_causes_a_warning(
     }
     runs = []
     for saved, configured, loads in expected:
-        run = RunSpec(schedule=saved, save=("step 0.3",), root=str(tmp_path / saved))
+        run = recorded(schedule=saved, save=("step 0.3",), root=str(tmp_path / saved))
         options = {} if loads else {"load_hyperparameters": False}
         runs += [run, run.resumed("step 0.3", schedule=configured, strategy=options)]
     resumed = records(worlds, 1, runs)[1::2]
@@ -111,10 +113,10 @@ class Overriding(RecordingNet):
         raise AssertionError
 
 
-def warnings_of_override(run: RunSpec) -> list[str]:
+def warnings_of_override(run: FitCase) -> list[str]:
     """Resume and evaluate a module with an override; return the warnings about it."""
     with captured_warnings("load_state_dict") as warned:
-        trainer_of(run, []).fit(Overriding(run), run.loaders(), ckpt_path=run.ckpt_path)
+        trainer_of(run, []).fit(Overriding(run), loaders_of(run), ckpt_path=run.ckpt_path)
         val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
         trainer_of(run, []).validate(Overriding(run), val, ckpt_path=run.ckpt_path, verbose=False)
     return warned
@@ -123,7 +125,7 @@ def warnings_of_override(run: RunSpec) -> list[str]:
 def test_an_override_of_load_state_dict_that_is_not_called_causes_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    run = RunSpec(root=str(tmp_path), batch_size=12, epochs=1)
+    run = recorded(root=str(tmp_path), batch_size=12, epochs=1)
     worlds.run(1, partial(fit, replace(run, save=("step 0.2",))))
     (texts,) = worlds.run(1, partial(warnings_of_override, run.resumed("step 0.2")))
     assert len(texts) == 2
@@ -131,7 +133,7 @@ def test_an_override_of_load_state_dict_that_is_not_called_causes_a_warning(
 
 
 def test_a_resume_at_an_epochs_end_names_the_next_epoch(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(root=str(tmp_path), batch_size=12)
+    run = recorded(root=str(tmp_path), batch_size=12)
     (saved,) = worlds.run(1, partial(fit, replace(run, save=("epoch 0",))))
     assert messages_with(saved, "Global batch of 12: 1 device x 1 micro-batch of 12 samples")
     file = tmp_path / "file.ckpt"
@@ -148,7 +150,7 @@ def test_a_resume_at_an_epochs_end_names_the_next_epoch(worlds: Pools, tmp_path:
 def test_step_and_epoch_of_a_resume_are_reported_for_every_format(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    run = RunSpec(root=str(tmp_path))
+    run = recorded(root=str(tmp_path))
     worlds.run(1, partial(fit, replace(run, save=("step 1.3",))))
     saved = tmp_path / "step-1.3.ckpt"
     continued = " at step 8, epoch 1: "
@@ -184,7 +186,7 @@ def test_an_order_that_lightning_replaces_causes_one_warning(worlds: Pools) -> N
         "in order": "and the order of its data set has no effect",
         "plain": "",
     }
-    runs = [RunSpec(kind=kind, epochs=1) for kind in expected]
+    runs = [recorded(kind=kind, epochs=1) for kind in expected]
     records = worlds.run(1, partial(fits, runs))[0]
     for (kind, text), seen in zip(expected.items(), records, strict=True):
         messages = messages_with(seen, "The training DataLoader of IndexedSamples")
@@ -199,7 +201,7 @@ def test_lightnings_warning_about_unresumable_loaders_is_hidden(
     worlds: Pools, tmp_path: Path
 ) -> None:
     """Lightning only checks for `state_dict`."""
-    run = RunSpec(
+    run = recorded(
         kind="own batches",
         length=60,
         root=str(tmp_path),
@@ -226,7 +228,7 @@ def test_hooks_at_an_epochs_start_that_are_not_called_cause_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:
     """Only hooks of users, and only if they are not called."""
-    run = RunSpec(save=("step 1.2", "epoch 0"), root=str(tmp_path), net=EpochNet)
+    run = recorded(save=("step 1.2", "epoch 0"), root=str(tmp_path), net=EpochNet)
     made = (partial(LambdaCallback, on_train_epoch_start=nothing), LearningRateMonitor)
     run = replace(run, callbacks=made, trainer={"logger": CSVLogger(run.root)})
     runs = [run, run.resumed("epoch 0"), run.resumed("step 1.2")]

@@ -12,16 +12,16 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.support.fits import elastic, quiet_trainer
+from tests.support.fits import FitCase, elastic, quiet_trainer
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
     EventRecorder,
     RecordingNet,
     RunRecord,
-    RunSpec,
     from_step,
     gather_record,
+    recorded,
 )
 
 LENGTH, GLOBAL_BATCH, EPOCHS = 50, 12, 2
@@ -52,7 +52,7 @@ class Queries:
 class QueryingNet(RecordingNet):
     """A module that queries the trainer in `setup`."""
 
-    def __init__(self, run: RunSpec, queries: Queries) -> None:
+    def __init__(self, run: FitCase, queries: Queries) -> None:
         super().__init__(run)
         self.queries = queries
 
@@ -100,7 +100,7 @@ def fit_and_query(
 ) -> RunRecord:
     """Fit with loaders of a source (`fit`, `datamodule`, `module`); one hook reads the steps."""
     pl.seed_everything(3, workers=True, verbose=False)
-    run = RunSpec(length=LENGTH, save=("step 1.2",) if save else (), root=save)
+    run = recorded(length=LENGTH, save=("step 1.2",) if save else (), root=save)
     queries, watch = Queries(source, hook), EventRecorder(run)
     net = (NetWithLoader if source == "module" else QueryingNet)(run, queries)
     strategy = elastic(global_batch_size=GLOBAL_BATCH)

@@ -25,7 +25,7 @@ from tests.support.fits import elastic
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
-from tests.trainer._recorded_runs import RecordingNet, RunSpec
+from tests.trainer._recorded_runs import RecordingNet, recorded
 from tests.trainer.test_trainer_reuse import LENGTH, loaders, make_trainer
 
 pytestmark = pytest.mark.engine
@@ -90,7 +90,7 @@ def terminated_repeatedly(root: str, background: bool, new_trainer: bool) -> lis
         strategy = elastic(global_batch_size=12, async_save=background)
         return make_trainer(strategy, terminates, saves, max_epochs=1, limit_train_batches=4)
 
-    net, trainer = RecordingNet(RunSpec(length=LENGTH)), make()
+    net, trainer = RecordingNet(recorded(length=LENGTH)), make()
     for at_start, at_step, name in ((False, 2, ""), (True, -1, "last"), (False, -1, "last")):
         terminates.at_start, terminates.at_step = at_start, at_step
         trainer = make() if new_trainer and ends else trainer
@@ -131,7 +131,7 @@ def terminated_at(root: str, places: Places, stage: int, validates: bool) -> tup
     trainer = make_trainer(strategy, terminates, saves, limit_train_batches=4, **more)
     train = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=6, shuffle=True)
     val = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=6) if validates else None
-    net = RecordingNet(RunSpec(length=LENGTH))
+    net = RecordingNet(recorded(length=LENGTH))
     return end_of(trainer, net, train, val), sorted(path.name for path in Path(root).glob("*.ckpt"))
 
 
@@ -186,7 +186,7 @@ def evaluated(places: Places) -> str:
     trainer = make_trainer(elastic(stage=1, global_batch_size=12), terminates, max_epochs=1)
     try:
         trainer.validate(
-            RecordingNet(RunSpec(length=LENGTH)),
+            RecordingNet(recorded(length=LENGTH)),
             DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=6),
             verbose=False,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,16 +20,16 @@ from lightning.pytorch.callbacks import (
 )
 from typing_extensions import override
 
+from tests.support.fits import FitCase
 from tests.support.ranks import Pools
-from tests.trainer._recorded_data import StatefulEpochLoader
 from tests.trainer._recorded_runs import (
     RecordingNet,
     RunRecord,
-    RunSpec,
     error_of,
     fit,
     from_step,
     record,
+    recorded,
 )
 
 pytestmark = pytest.mark.engine
@@ -61,7 +60,7 @@ class MomentumNet(RecordingNet):
 def test_changing_frozen_weights_and_buffers_are_exact_after_a_step(
     stage: int, asynchronous: bool, worlds: Pools, tmp_path: Path
 ) -> None:
-    run = RunSpec(
+    run = recorded(
         stage=stage,
         batch_size=3,
         save=("step 0.2", "validated 1", "epoch 0"),
@@ -86,7 +85,7 @@ def test_a_save_inside_a_window_warns_and_repeats_the_window(
     kind: str, worlds: Pools, tmp_path: Path
 ) -> None:
     """The weights are exact, and a buffer that each micro-batch changes is not."""
-    run = RunSpec(kind=kind, length=60, save=("inside 0.2", "inside 1.0"), root=str(tmp_path))
+    run = recorded(kind=kind, length=60, save=("inside 0.2", "inside 1.0"), root=str(tmp_path))
     reference = record(worlds, 2, run)
     warned = [text for text in reference.messages if WARNING in text]
     assert [text.split()[0] for text in warned] == [
@@ -100,7 +99,7 @@ def test_a_save_inside_a_window_warns_and_repeats_the_window(
         assert differing == {"mean"}
 
 
-def saved_in(hook: str, run: RunSpec) -> RunRecord:
+def saved_in(hook: str, run: FitCase) -> RunRecord:
     """Fit, and save in a hook of the third batch."""
 
     def save(trainer: pl.Trainer, *_: Any) -> None:
@@ -118,7 +117,7 @@ def saved_in(hook: str, run: RunSpec) -> RunRecord:
 def test_a_save_inside_a_batch_without_accumulation_repeats_the_batch(
     kind: str, hook: str, worlds: Pools, tmp_path: Path
 ) -> None:
-    run = RunSpec(kind=kind, length=60, batch_size=6, root=str(tmp_path))
+    run = recorded(kind=kind, length=60, batch_size=6, root=str(tmp_path))
     reference = worlds.run(2, partial(saved_in, hook, run))
     assert sum(WARNING in text for text in reference[0].messages) == 1
     resumed = replace(run, ckpt_path=str(tmp_path / f"{hook}.ckpt"))
@@ -137,7 +136,7 @@ def test_saves_by_time_wait_for_the_end_of_the_window(worlds: Pools, tmp_path: P
         save_top_k=-1,
         save_on_train_epoch_end=False,
     )
-    run = RunSpec(epochs=1, callbacks=(saves,))
+    run = recorded(epochs=1, callbacks=(saves,))
     seen = record(worlds, 2, run)
     assert not any(WARNING in text for text in seen.messages)
     names = {path.name for path in tmp_path.glob("*.ckpt")}
@@ -153,7 +152,7 @@ class StopsInFirstWindow(Callback):
 
 
 def test_a_stop_in_the_first_window_does_not_end_the_epoch(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(epochs=3, validate=True, schedule="plateau", root=str(tmp_path))
+    run = recorded(epochs=3, validate=True, schedule="plateau", root=str(tmp_path))
     reference = record(worlds, 2, run)
     stopped = replace(run, save=("epoch 1",), callbacks=(StopsInFirstWindow,))
     assert record(worlds, 2, stopped).global_step == 5
@@ -164,33 +163,14 @@ def test_a_stop_in_the_first_window_does_not_end_the_epoch(worlds: Pools, tmp_pa
     assert seen.loops.keys() <= reference.loops.keys()
 
 
-class FailingLoader(StatefulEpochLoader):
-    """Fails while it fetches batch 4, after its state has changed."""
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(super().__iter__()):
-            if number == 4:
-                raise OSError
-            yield batch
-
-
-class FailingRun(RunSpec):
-    @override
-    def loaders(self) -> Any:
-        return FailingLoader(self.length, self.batch_size)
-
-
 def test_a_failed_fetch_skips_no_batch(worlds: Pools, tmp_path: Path) -> None:
     """Lightning fetches batch 4 of a stream before it trains on batch 3, which is lost."""
     options = {"logging_batch_size_per_gpu": 6}
-    run = RunSpec(kind="counting, kept", length=60, batch_size=6, strategy=options)
+    run = recorded(kind="counting, kept", length=60, batch_size=6, strategy=options)
     reference = record(worlds, 2, run)
-    saves = {
-        "callbacks": (partial(OnExceptionCheckpoint, str(tmp_path)),),
-        "trainer": {"enable_checkpointing": True},
-    }
-    failing = FailingRun(**{**vars(run), **saves})
+    saves = (partial(OnExceptionCheckpoint, str(tmp_path)),)
+    trainer = {"enable_checkpointing": True}
+    failing = replace(run, kind="counting, kept, failing", callbacks=saves, trainer=trainer)
     assert worlds.run(2, partial(error_of, failing)) == ["OSError: "] * 2
     seen = record(worlds, 2, replace(run, ckpt_path=str(tmp_path / "on_exception.ckpt")))
     assert seen.steps == from_step(reference.steps, 3)
@@ -207,7 +187,7 @@ class SavesAfterStep(RecordingNet):
 
 
 def test_a_save_after_a_step_that_is_not_counted_warns(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(batch_size=6, epochs=1, root=str(tmp_path), net=SavesAfterStep)
+    run = recorded(batch_size=6, epochs=1, root=str(tmp_path), net=SavesAfterStep)
     messages = record(worlds, 2, run).messages
     assert not any(WARNING in text for text in messages)
     (warning,) = [text for text in messages if "is saved inside a batch" in text]

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from tests.support.fits import FitCase
 from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import (
-    RunSpec,
     assert_continued,
     assert_refused,
     from_step,
     record,
+    recorded,
     records,
 )
 
 pytestmark = pytest.mark.engine
 
-RUN = RunSpec(kind="seeks", batch_size=1, schedule="lambda", validate=True, epochs=2)
+RUN = recorded(kind="seeks", batch_size=1, schedule="lambda", validate=True, epochs=2)
 """On two ranks; data without a length, with 12 samples in 6 micro-batches per step."""
 
 LIKE_LIGHTNING: dict[str, Any] = {"global_batch": None}
@@ -34,7 +35,7 @@ def two(**trainer: Any) -> dict[str, Any]:
     return {"accumulate_grad_batches": 2, **trainer}
 
 
-CASES: dict[str, tuple[RunSpec, list[int]]] = {
+CASES: dict[str, tuple[FitCase, list[int]]] = {
     "a last window of two": (replace(RUN, length=52), [5, 10]),
     "a limit": (
         replace(RUN, **LIKE_LIGHTNING, length=14, trainer=two(limit_train_batches=5)),
@@ -74,7 +75,7 @@ CASES: dict[str, tuple[RunSpec, list[int]]] = {
         [2, 4, 6, 8],
     ),
     "half an epoch of loaders made anew": (
-        RunSpec(
+        recorded(
             schedule="lambda",
             validate=True,
             epochs=3,
@@ -113,10 +114,10 @@ def test_no_batch_beyond_the_limit_is_fetched(worlds: Pools) -> None:
     assert sorted(index for ids in seen.steps.values() for index in ids) == list(range(12))
 
 
-ONE = RunSpec(length=60, global_batch=6, batch_size=6, epochs=2, validate=True)
+ONE = recorded(length=60, global_batch=6, batch_size=6, epochs=2, validate=True)
 """On one rank, each batch is a step; with batch_size=2, a step has three micro-batches."""
 
-EPOCHS: dict[str, RunSpec] = {
+EPOCHS: dict[str, FitCase] = {
     "a fraction": replace(ONE, length=180, epochs=1, trainer={"limit_train_batches": 0.7}),
     "a fraction of the shorter loader": replace(
         ONE, kind="two, as long as the shorter", trainer={"limit_train_batches": 0.5}

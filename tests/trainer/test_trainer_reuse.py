@@ -23,9 +23,9 @@ from tests.trainer._recorded_runs import (
     EventRecorder,
     RecordingNet,
     RunRecord,
-    RunSpec,
     from_step,
     gather_record,
+    recorded,
 )
 
 pytestmark = pytest.mark.engine
@@ -81,7 +81,7 @@ def fit_copied(
 ) -> RunRecord:
     """Fit with a pickled strategy, or with a copy of the ``"strategy"`` or its ``"trainer"``."""
     pl.seed_everything(3, workers=True, verbose=False)
-    run = RunSpec(length=LENGTH, save=("step 1.1",) if root else (), root=root)
+    run = recorded(length=LENGTH, save=("step 1.1",) if root else (), root=root)
     net, watch = RecordingNet(run), EventRecorder(run)
     if copied == "strategy":
         strategy = copy.deepcopy(strategy)
@@ -121,11 +121,11 @@ def losses_of_second_fits(stage: int) -> tuple[list[Any], list[Any]]:
     Each gradient fills a bucket. The new module begins with the weights of the second fit.
     """
     found: list[list[Any]] = []
-    weights, net = dict[str, torch.Tensor](), RecordingNet(RunSpec(length=LENGTH))
+    weights, net = dict[str, torch.Tensor](), RecordingNet(recorded(length=LENGTH))
     for again in (False, True, False):
         pl.seed_everything(3, workers=True, verbose=False)
         if found:
-            net = RecordingNet(RunSpec(length=LENGTH))
+            net = RecordingNet(recorded(length=LENGTH))
             net.configure_model()
             net.load_state_dict(weights)
         first = len(net.ids)
@@ -142,7 +142,7 @@ def losses_of_second_fits(stage: int) -> tuple[list[Any], list[Any]]:
 def settings_after(root: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[int, int]]:
     """Reuse one Trainer; return its first settings, those after each use, and the step sizes."""
     pl.seed_everything(3, workers=True, verbose=False)
-    fails, net = RaisesAtStep(), RecordingNet(RunSpec(length=LENGTH))
+    fails, net = RaisesAtStep(), RecordingNet(recorded(length=LENGTH))
     saves = ModelCheckpoint(root, save_last=True, enable_version_counter=False)
     trainer = make_trainer(make_strategy(2), fails, saves, max_epochs=3)
     train, val = loaders()

@@ -27,7 +27,7 @@ from tests.support.fits import elastic, quiet_trainer
 from tests.support.outcome import NOTHING, captured_log, error_text
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
-from tests.trainer._recorded_runs import RecordingNet, RunSpec
+from tests.trainer._recorded_runs import RecordingNet, recorded
 
 pytestmark = pytest.mark.engine
 
@@ -55,7 +55,7 @@ def fit(trainer: pl.Trainer, path: str | None = None) -> None:
     pl.seed_everything(3, verbose=False)
     data = DataLoader(IndexedSamples(53, 0.0), batch_size=2, shuffle=True)
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
-    trainer.fit(RecordingNet(RunSpec()), data, val, ckpt_path=path)
+    trainer.fit(RecordingNet(recorded()), data, val, ckpt_path=path)
 
 
 def with_a_bar(root: str, path: str | None) -> list[tuple[int, int]]:
@@ -156,7 +156,7 @@ def averaged_in_validation(root: str, path: str | None, stage: int, method: str)
         method: ``"exception"`` raises during the validation, ``"call"`` saves, ``"background"``
             saves in the background.
     """
-    average, net, seen = EMAWeightAveraging(decay=0.9), RecordingNet(RunSpec()), []
+    average, net, seen = EMAWeightAveraging(decay=0.9), RecordingNet(recorded()), []
 
     def look(*_: Any) -> None:
         assert average._average_model is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing_extensions import override
 from tests.support.fits import (
     SMALL_BUCKETS,
     Data,
-    FitSpec,
+    FitCase,
     RegressionNet,
     StockOnCPU,
     error_of,
@@ -104,25 +104,23 @@ class Worse(RegressionNet):
         self.log("val_loss", torch.tensor(-float(self.current_epoch)))
 
 
-@dataclass(frozen=True)
-class Fit:
-    plan: FitSpec
-    puts: tuple[Puts, ...] = ()
+def worse(_: FitCase) -> Worse:
+    return Worse()
 
-    def __call__(self) -> dict[str, Any]:
-        """Fit; return the last step, the callback's paths, and the messages."""
-        trainer, _, data, _ = self.plan.make()
-        trainer.callbacks.extend(self.puts)  # type: ignore[attr-defined]
-        with captured_warnings() as warned, captured_log("lightning_elastic_zero") as logged:
-            trainer.fit(Worse(), data, ckpt_path=self.plan.ckpt_path)
-        callback = trainer.checkpoint_callback
-        assert isinstance(callback, ModelCheckpoint)
-        return {
-            "step": trainer.global_step,
-            "last": Path(callback.last_model_path).name,
-            "best": Path(callback.best_model_path).name,
-            "messages": "\n".join([*logged, *warned]),
-        }
+
+def outcome(case: FitCase) -> dict[str, Any]:
+    """Fit; return the last step, the callback's paths, and the messages."""
+    trainer, net, data, _ = replace(case, net=worse).make()
+    with captured_warnings() as warned, captured_log("lightning_elastic_zero") as logged:
+        trainer.fit(net, data, ckpt_path=case.ckpt_path)
+    callback = trainer.checkpoint_callback
+    assert isinstance(callback, ModelCheckpoint)
+    return {
+        "step": trainer.global_step,
+        "last": Path(callback.last_model_path).name,
+        "best": Path(callback.best_model_path).name,
+        "messages": "\n".join([*logged, *warned]),
+    }
 
 
 def test_a_run_continues_from_lightnings_last_and_keeps_lightnings_files(
@@ -134,15 +132,15 @@ def test_a_run_continues_from_lightnings_last_and_keeps_lightnings_files(
     stock = [tmp_path / "best.ckpt", tmp_path / "last.ckpt"]
     before = snapshot(*stock)
     assert len(before) > 6
-    plan = FitSpec(root, 2, epochs=3, ckpt_path="last", checkpoint=NAMES)
-    for found in worlds.run(2, Fit(plan)):
+    plan = FitCase(root, 2, epochs=3, ckpt_path="last", checkpoint=NAMES)
+    for found in worlds.run(2, partial(outcome, plan)):
         assert (found["step"], found["last"]) == (6, "last-v1.ckpt")
         assert found["best"] == "best-v1.ckpt"
     assert snapshot(*stock) == before
     ours = sorted(path.parent.name for path in tmp_path.glob("*/manifest.json"))
     assert ours == ["best-v1.ckpt", "last-v1.ckpt"]
-    again = FitSpec(root, 2, epochs=4, ckpt_path="last", checkpoint=NAMES)
-    for found in worlds.run(1, Fit(again)):
+    again = FitCase(root, 2, epochs=4, ckpt_path="last", checkpoint=NAMES)
+    for found in worlds.run(1, partial(outcome, again)):
         assert (found["step"], found["last"]) == (8, "last-v1.ckpt")
     assert snapshot(*stock) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -156,9 +154,10 @@ def test_a_file_put_into_last_is_kept_and_the_run_continues(
 ) -> None:
     """If a background save is running, it keeps the old checkpoint under another name."""
     options = {**NAMES, "filename": "{epoch}", "save_top_k": -1}
-    put, strategy = Puts(f"{tmp_path}/last.ckpt/model.bin", 2), {"async_save": async_save}
-    plan = FitSpec(str(tmp_path), 2, epochs=4, checkpoint=options, strategy=strategy)
-    found = worlds.run(2, Fit(plan, (put,)))
+    put, strategy = partial(Puts, f"{tmp_path}/last.ckpt/model.bin", 2), {"async_save": async_save}
+    plan = FitCase(str(tmp_path), 2, epochs=4, checkpoint=options, strategy=strategy)
+    plan = replace(plan, callbacks=(put,))
+    found = worlds.run(2, partial(outcome, plan))
     assert found[0]["step"] == 8
     kept = [path.parent for path in tmp_path.glob("last*/model.bin")]
     assert [path.name for path in kept] == ["last.ckpt"] or async_save
@@ -174,8 +173,9 @@ def test_a_file_put_into_last_is_kept_and_the_run_continues(
 
 def test_top_k_keeps_a_checkpoint_with_a_users_file(worlds: Pools, tmp_path: Path) -> None:
     root, options = str(tmp_path), {**NAMES, "filename": "{epoch}", "save_last": False}
-    put = Puts(f"{root}/epoch=0.ckpt/pytorch_model.bin", 1)
-    found = worlds.run(2, Fit(FitSpec(root, 2, epochs=3, checkpoint=options), (put,)))
+    put = partial(Puts, f"{root}/epoch=0.ckpt/pytorch_model.bin", 1)
+    plan = FitCase(root, 2, epochs=3, checkpoint=options, callbacks=(put,))
+    found = worlds.run(2, partial(outcome, plan))
     assert found[0]["best"] == "epoch=2.ckpt"
     assert "epoch=0.ckpt is not deleted, because it contains files that" in found[0]["messages"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=0.ckpt", "epoch=2.ckpt"]
@@ -200,7 +200,7 @@ def test_names_that_would_overwrite_files_are_refused_in_setup(
     options: dict[str, Any], name: str, worlds: Pools, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(MINE)
-    for error in worlds.run(2, partial(error_of, FitSpec(str(tmp_path), 2, checkpoint=options))):
+    for error in worlds.run(2, partial(error_of, FitCase(str(tmp_path), 2, checkpoint=options))):
         assert error.startswith("SaveError: ModelCheckpoint(enable_version_counter=False) would ")
         assert f"{name}, which is a file" in error
     assert snapshot(tmp_path) == {str(tmp_path / name): MINE.encode()}
@@ -208,6 +208,6 @@ def test_names_that_would_overwrite_files_are_refused_in_setup(
 
 def test_files_with_other_names_are_kept_and_accepted(worlds: Pools, tmp_path: Path) -> None:
     (tmp_path / "resnet-50.ckpt").write_text(MINE)
-    for error in worlds.run(2, partial(error_of, FitSpec(str(tmp_path), 2))):
+    for error in worlds.run(2, partial(error_of, FitCase(str(tmp_path), 2))):
         assert error == NOTHING
     assert (tmp_path / "resnet-50.ckpt").read_text() == MINE

@@ -20,12 +20,12 @@ from tests.trainer._recorded_data import IndexedSamples, StatefulLoader, Stream
 from tests.trainer._recorded_runs import (
     RecordingNet,
     RunRecord,
-    RunSpec,
     assert_continued,
     assert_refused,
     fit,
     from_step,
     record,
+    recorded,
     records,
     trainer_of,
 )
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_deepspeeds_logging_batch_size_is_ignored(world: int, worlds: Pools) -> None:
-    run = RunSpec(global_batch=16, batch_size=2, strategy={"logging_batch_size_per_gpu": 4})
+    run = recorded(global_batch=16, batch_size=2, strategy={"logging_batch_size_per_gpu": 4})
     assert {len(ids) for ids in record(worlds, world, run).steps.values()} == {16}
 
 
@@ -43,7 +43,7 @@ def fitted_with(batch_sizes: list[int], length: int) -> list[tuple[int, int]]:
     """Fit one Trainer repeatedly; return the steps and batches of each fit's epoch."""
     strategy = elastic(global_batch_size=12)
     trainer = quiet_trainer(strategy, max_epochs=1, limit_train_batches=3)
-    net, found, before = RecordingNet(RunSpec()), [], 0
+    net, found, before = RecordingNet(recorded()), [], 0
     for epoch, size in enumerate(batch_sizes):
         trainer.fit_loop.max_epochs = epoch + 1
         trainer.fit(net, DataLoader(IndexedSamples(length, 0.0), batch_size=size, shuffle=True))
@@ -60,7 +60,7 @@ def test_every_fit_computes_its_own_micro_batches(worlds: Pools) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_fraction_of_several_loaders_refers_to_the_longest(world: int, worlds: Pools) -> None:
-    run = RunSpec(kind="two", trainer={"limit_train_batches": 0.7})
+    run = recorded(kind="two", trainer={"limit_train_batches": 0.7})
     assert len(record(worlds, world, run).steps) == 2 * 3
 
 
@@ -70,7 +70,7 @@ def test_a_batch_that_is_none_is_counted_and_resumed(
     batch_size: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """As the only batch of a step, or as the first of two."""
-    run = RunSpec(
+    run = recorded(
         kind="None instead of a batch",
         batch_size=batch_size,
         schedule="step",
@@ -111,7 +111,7 @@ def _compared_counters(seen: RunRecord) -> dict[str, object]:
 @pytest.mark.long
 def test_manual_optimization_with_accumulation_is_refused(worlds: Pools) -> None:
     error = "UnsupportedError: global_batch_size=12 with manual"
-    assert_refused(worlds, 2, RunSpec(manual=True), error, "batch_size=6")
+    assert_refused(worlds, 2, recorded(manual=True), error, "batch_size=6")
 
 
 class BackwardTwice(RecordingNet):
@@ -131,7 +131,7 @@ def test_several_backward_passes_per_step_cause_a_warning_in_zero(
     stage: int, count: int, worlds: Pools
 ) -> None:
     """DeepSpeed does not add up their gradients."""
-    run = RunSpec(manual=True, batch_size=6, epochs=1, stage=stage)
+    run = recorded(manual=True, batch_size=6, epochs=1, stage=stage)
     once, twice = records(worlds, 2, [run, replace(run, net=BackwardTwice)])
     warned = [text for text in twice.messages if "manual_backward" in text]
     assert len(warned) == count
@@ -145,7 +145,7 @@ def test_manual_and_automatic_optimization_do_not_resume_each_other(
     """Lightning would count the steps from 0 again."""
     for manual in (True, False):
         root = str(tmp_path / str(manual))
-        run = RunSpec(manual=manual, batch_size=6, save=("step 0.3",), root=root)
+        run = recorded(manual=manual, batch_size=6, save=("step 0.3",), root=root)
         record(worlds, 2, run)
         other = run.resumed("step 0.3", manual=not manual)
         said = ("saved after 3 optimizer steps", "Set automatic_optimization of the module as in")
@@ -157,7 +157,7 @@ def drop_loops(_trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
 
 
 def test_a_run_whose_hook_drops_the_loops_counts_from_0(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(batch_size=6, save=("step 0.3",), root=str(tmp_path))
+    run = recorded(batch_size=6, save=("step 0.3",), root=str(tmp_path))
     whole = record(worlds, 2, run)
     drops = partial(LambdaCallback, on_load_checkpoint=drop_loops)
     seen = record(worlds, 2, run.resumed("step 0.3", callbacks=(drops,)))
@@ -180,7 +180,7 @@ def test_a_save_that_lacks_gradients_of_manual_optimization_causes_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:
     """A resume from a save between two steps does not repeat their batches."""
-    run = RunSpec(manual=True, batch_size=6, stage=0, length=72, root=str(tmp_path))
+    run = recorded(manual=True, batch_size=6, stage=0, length=72, root=str(tmp_path))
     run = replace(run, net=StepsEverySecondBatch, save=("step 0.3", "step 0.4", "step 1.2"))
     messages = record(worlds, 2, run).messages
     (warning,) = [text for text in messages if "lacks the gradients" in text]
@@ -208,7 +208,7 @@ class FetchesTwoBatches(FetchesBatches):
 
 def test_a_step_that_fetches_its_batches_may_fetch_only_one(worlds: Pools, tmp_path: Path) -> None:
     """With several batches, a resume would repeat samples."""
-    run = RunSpec(length=96, batch_size=6, save=("step 0.3",), root=str(tmp_path))
+    run = recorded(length=96, batch_size=6, save=("step 0.3",), root=str(tmp_path))
     run = replace(run, net=FetchesBatches)
     reference = record(worlds, 2, run)
     for world in (1, 2):
@@ -237,7 +237,7 @@ def requests_per_batch(kind: type[CountedLoader]) -> list[int]:
     """Return the calls of the loader's ``state_dict`` in each batch except the first and last."""
     loader, counts = kind(Stream(60), batch_size=12), []
     counting = LambdaCallback(on_train_batch_start=lambda *_: counts.append(len(kind.requests)))
-    run = RunSpec(batch_size=12, epochs=1)
+    run = recorded(batch_size=12, epochs=1)
     trainer_of(run, [counting]).fit(RecordingNet(run), loader)
     return [after - before for before, after in pairwise(counts[1:])]
 
@@ -250,7 +250,7 @@ def test_states_of_loaders_are_requested_once_per_batch(
 
 
 def test_states_of_loaders_survive_two_resumes(worlds: Pools, tmp_path: Path) -> None:
-    run = RunSpec(kind="stateful", length=60, root=str(tmp_path))
+    run = recorded(kind="stateful", length=60, root=str(tmp_path))
     reference = record(worlds, 2, replace(run, save=("step 0.2",)))
     record(worlds, 2, run.resumed("step 0.2", save=("inside 0.2",)))
     for seen in worlds.run(2, partial(fit, run.resumed("inside 0.2"))):
@@ -261,7 +261,7 @@ def test_states_of_loaders_survive_two_resumes(worlds: Pools, tmp_path: Path) ->
 def test_an_epoch_that_is_shorter_after_a_resume_ends_immediately(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    run = RunSpec(save=("step 0.3",), root=str(tmp_path))
+    run = recorded(save=("step 0.3",), root=str(tmp_path))
     shorter = run.resumed("step 0.3", trainer={"limit_train_batches": 2})
     _, seen = records(worlds, 2, [run, shorter])
     assert {step: len(ids) for step, ids in seen.steps.items()} == {3: 12, 4: 12}

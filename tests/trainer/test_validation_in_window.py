@@ -16,21 +16,23 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from tests.support.fits import FitCase
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
     EventRecorder,
     RecordingNet,
     RunRecord,
-    RunSpec,
     from_step,
     gather_record,
+    loaders_of,
+    recorded,
     trainer_of,
 )
 
 pytestmark = pytest.mark.engine
 
-RUN = RunSpec(length=96, epochs=3, global_batch=None, batch_size=2, validate=True, dropout=0.2)
+RUN = recorded(length=96, epochs=3, global_batch=None, batch_size=2, validate=True, dropout=0.2)
 """Without a global batch, so that integer intervals count micro-batches: 24 per epoch and rank."""
 
 
@@ -81,7 +83,7 @@ class Counter(Callback):
 class Net(RecordingNet):
     """A net with a metric that only validations update, and that is never reset."""
 
-    def __init__(self, run: RunSpec) -> None:
+    def __init__(self, run: FitCase) -> None:
         super().__init__(run)
         self.validated = torchmetrics.SumMetric()
 
@@ -106,7 +108,7 @@ class Case:
     by_steps: bool = False
     """A third ModelCheckpoint saves after each step, as soon as the metric exists."""
 
-    def run(self, root: Path) -> RunSpec:
+    def run(self, root: Path) -> FitCase:
         trainer = {
             "accumulate_grad_batches": self.accumulate,
             "val_check_interval": self.interval,
@@ -127,7 +129,7 @@ class Decisions:
     validated: float
 
 
-def decided(case: Case, run: RunSpec, dies_at: int = -1) -> Decisions | None:
+def decided(case: Case, run: FitCase, dies_at: int = -1) -> Decisions | None:
     pl.seed_everything(run.seed, workers=True, verbose=False)
     torch.manual_seed(run.seed + comm.get_rank())
     net, watch = Net(run), EventRecorder(run)
@@ -143,7 +145,7 @@ def decided(case: Case, run: RunSpec, dies_at: int = -1) -> Decisions | None:
     trainer = trainer_of(run, [stopping, counter, watch, *saves])
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
     try:
-        trainer.fit(net, run.loaders(), val, ckpt_path=run.ckpt_path)
+        trainer.fit(net, loaders_of(run), val, ckpt_path=run.ckpt_path)
     except KeyError:
         return None
     return Decisions(
