@@ -23,7 +23,7 @@ from lightning_elastic_zero import (
 )
 from tests.support.engines import Engine
 from tests.support.outcome import captured_log, error_text
-from tests.support.ranks import Pools
+from tests.support.ranks import ForkServer, Pools
 
 pytestmark = pytest.mark.engine
 
@@ -54,6 +54,7 @@ class Grid:
 
     def config(self) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 0}
+        zero["reduce_bucket_size"] = 10_000  # the default is filled with NaN, 2 GB in each step
         if "offload" in self.extra:
             zero["offload_optimizer"] = {"device": "cpu"}
         if "sub-groups" in self.extra:
@@ -222,6 +223,17 @@ def continued_on(grid: Grid, path: str, *, saves: bool) -> dict[str, Any]:
         losses = train_on(engine, grid, 2, 4)
         samples = engine.global_samples
     return {"state": held, "losses": losses, "progress": progress, "samples": samples}
+
+
+@pytest.fixture(scope="module")
+def pools(fork_server: ForkServer) -> Iterator[Pools]:
+    """Yield worlds that are forked after the imports of models, which take each rank seconds."""
+    fork_server.import_modules(
+        "transformers.models.llama.modeling_llama", "deepspeed.module_inject"
+    )
+    started = Pools(fork_server)
+    yield started
+    started.close()
 
 
 @dataclass(frozen=True)
