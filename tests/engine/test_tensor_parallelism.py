@@ -336,7 +336,9 @@ def test_a_missing_file_of_deepspeeds_tensor_rank_is_named(
         p for p in folder.glob(f"*mp_rank_01_{kind}_states.pt") if "rank_0_" not in p.name
     )
     missing.unlink()
-    assert f"{missing.name} is missing" in verify_checkpoint(folder).problem
+    problem = verify_checkpoint(folder).problem
+    assert missing.name in problem
+    assert "is missing" in problem
 
 
 def test_tools_put_whole_parameters_together(
@@ -476,7 +478,7 @@ def refusal_on(grid: Grid, path: str) -> str:
 @pytest.mark.parametrize(
     ("grid", "reason"),
     [
-        (Grid(4, 1), "self_attn.k_proj.weight: 4 tensor ranks, of which some have none of its el"),
+        (Grid(4, 1), "of 4 tensor ranks, some have none of its elements"),
         (
             Grid(2, 1, 3, extra=("sub-groups",)),
             "because their shards have other sizes: increase zero_optimization.sub_group_size",
