@@ -98,7 +98,7 @@ def _newest(
     if incomplete:
         remedy = (
             "Start the nodes that have them again, or pass a folder of older checkpoints too. To "
-            "start at step 0, delete them."
+            "start at step 0, remove their folders by hand (of node:// on each node)."
         )
         msg = f"no checkpoint is complete. {' '.join(incomplete)} {remedy}"
         raise CheckpointCorruptedError(msg)
