@@ -66,10 +66,10 @@ def _slices(
 
 def _boxes(cut: Cut, rank: int, size: int, whole: Sequence[int]) -> list[dict[str, object]]:
     """Return DeepSpeed's description of a tensor rank's part of each fused parameter."""
-    at, found, start = cut.dimension, [], 0
+    at, boxes, start = cut.dimension, [], 0
     inner, shard = math.prod(whole[at + 1 :]), cut.shape_on(rank, size, whole)
     for first in range(rank, len(cut.widths), size):
-        found.append(
+        boxes.append(
             {
                 "shape": [*whole[:at], cut.widths[first], *whole[at + 1 :]],
                 "source": [sum(cut.widths[:first]) * inner, _strides(whole)],
@@ -78,7 +78,7 @@ def _boxes(cut: Cut, rank: int, size: int, whole: Sequence[int]) -> list[dict[st
             }
         )
         start += cut.widths[first]
-    return found
+    return boxes
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

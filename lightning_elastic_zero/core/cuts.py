@@ -41,8 +41,8 @@ class Rows:
 
     def swapped(self) -> Rows:
         """Return the rows with source and target exchanged."""
-        there, back = self.target_step, self.source_step
-        return Rows(self.count, self.length, self.target, self.source, there, back)
+        steps = self.target_step, self.source_step
+        return Rows(self.count, self.length, self.target, self.source, *steps)
 
     def from_zero(self) -> Rows:
         """Return the rows with both indices counted from the first element."""
@@ -55,7 +55,7 @@ class Rows:
         return _rows(last - first, stop - start, source, target, self.source_step, self.target_step)
 
     def clip(self, start: int, stop: int) -> Iterator[Rows]:
-        """Yield the elements in ``[start, stop)`` of the source: at most three times rows."""
+        """Yield the elements in ``[start, stop)`` of the source, as at most three ``Rows``."""
         start, stop = max(start, self.source), min(stop, self.source_stop)
         if start >= stop:
             return
@@ -99,17 +99,17 @@ class Rows:
                 yield from self.part(row, row + 1, 0, self.length).through(other)
 
     def _side_by_side(self, other: Rows) -> Iterator[Rows]:
-        """Yield what rows with equal steps in between share: a part of each row, at most twice."""
+        """Yield what rows with equal steps in between share, as at most two ``Rows``."""
         step, apart = other.source_step, other.source - self.target
-        shift = (-other.length - apart) // step + 1  # row i here is beside row i + shift there
+        shift = (-other.length - apart) // step + 1  # row i lies beside row i + shift of other
         while (begin := apart + shift * step) < self.length:
             first, last = max(0, -shift), min(self.count, other.count - shift)
             low, high = max(0, begin), min(self.length, begin + other.length)
             if first < last:
-                here = self.part(first, last, low, high)
-                there = other.part(first + shift, last + shift, low - begin, high - begin)
+                ours = self.part(first, last, low, high)
+                theirs = other.part(first + shift, last + shift, low - begin, high - begin)
                 steps = self.source_step, other.target_step
-                yield _rows(last - first, high - low, here.source, there.target, *steps)
+                yield _rows(last - first, high - low, ours.source, theirs.target, *steps)
             shift += 1
 
 
@@ -147,13 +147,13 @@ class Cut:
         count = math.prod(whole[: self.dimension])
         inner = math.prod(whole[self.dimension + 1 :])
         steps = sum(self.of_rank(rank, size)) * inner, whole[self.dimension] * inner
-        found, source = [], 0
+        parts, source = [], 0
         for first in range(0, len(self.widths), size):
             length, before = self.widths[first + rank] * inner, sum(self.widths[: first + rank])
             if count and length:
-                found.append(_rows(count, length, source, before * inner, *steps))
+                parts.append(_rows(count, length, source, before * inner, *steps))
             source += length
-        return tuple(found)
+        return tuple(parts)
 
     def check(self, size: int, whole: Sequence[int]) -> None:
         """Raise CheckpointFormatError unless ``size`` shards are the parameter of that shape."""

@@ -275,37 +275,37 @@ def _extent(source: Source, held: Layout) -> tuple[int, int]:
 def _fill(source: Source, held: Layout) -> Iterator[Transfer]:
     """Yield the transfers from a part of a shard, checking that fragments tile it."""
     at, reached = source.at, source.at.start
-    for found in held.covering(at.name, at.start, at.stop, source.shard):
-        if found.start != reached or found.stop > at.stop:
+    for run in held.covering(at.name, at.start, at.stop, source.shard):
+        if run.start != reached or run.stop > at.stop:
             raise CheckpointFormatError(_not_once(at, reached))
         if source.rows is None:
             yield Transfer(
                 name=at.name,
-                start=found.start,
-                stop=found.stop,
-                source_rank=found.rank,
-                source_buffer=found.buffer,
-                source_offset=found.offset,
+                start=run.start,
+                stop=run.stop,
+                source_rank=run.rank,
+                source_buffer=run.buffer,
+                source_offset=run.offset,
                 target_buffer=at.buffer,
-                target_offset=at.offset + found.start - at.start,
+                target_offset=at.offset + run.start - at.start,
             )
         else:
-            yield from _rows_in(found, source.rows, at)
-        reached = found.stop
+            yield from _rows_in(run, source.rows, at)
+        reached = run.stop
     if reached != at.stop:
         raise CheckpointFormatError(_not_once(at, reached))
 
 
-def _rows_in(found: Fragment, rows: Rows, at: Fragment) -> Iterator[Transfer]:
+def _rows_in(run: Fragment, rows: Rows, at: Fragment) -> Iterator[Transfer]:
     """Yield the transfers of rows from one held fragment; ``at`` places the first row."""
-    for part in rows.clip(found.start, found.stop):
+    for part in rows.clip(run.start, run.stop):
         yield Transfer(
             name=at.name,
             start=part.source,
             stop=part.source_stop,
-            source_rank=found.rank,
-            source_buffer=found.buffer,
-            source_offset=found.offset + part.source - found.start,
+            source_rank=run.rank,
+            source_buffer=run.buffer,
+            source_offset=run.offset + part.source - run.start,
             target_buffer=at.buffer,
             target_offset=at.offset + part.target - rows.target,
             rows=part.from_zero() if part.count > 1 else None,

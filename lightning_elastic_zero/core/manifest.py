@@ -524,7 +524,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     if len(parallel.shards) + 1 != parallel.size:
         yield f"{len(parallel.shards)} shards besides the first for {parallel.size} tensor ranks"
     elif unknown := [cut.name for cut in parallel.cuts if cut.name not in shapes]:
-        yield f"{unknown[0]} is cut, but is no parameter"
+        yield f"{unknown[0]} is cut, but is not a parameter"
     else:
         for cut in parallel.cuts:
             cut.check(parallel.size, shapes[cut.name])

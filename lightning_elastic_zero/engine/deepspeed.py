@@ -125,8 +125,8 @@ UNCHECKED = (
     "losses",
     "swap_optimizer",
 )
-"""Other names. ``support`` refuses Muon with offload in ZeRO-1/2 by the first, and AutoTP by the
-second; the third is a sum that older releases log; ZeRO-1/2 lacks the last."""
+"""Other names. ``support`` refuses Muon with offload in ZeRO-1/2 by the first; AutoTP sets the
+second on parameters; the third is a sum that older releases log; ZeRO-1/2 lacks the last."""
 
 
 def compatible_operators(ops: Any) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""Tensor parallelism by DeepSpeed's AutoTP: the cuts of parameters, and what is refused.
+"""Tensor parallelism by DeepSpeed's AutoTP: the cuts of parameters, and the refused runs.
 
 A rank is ``data rank * tensor ranks + tensor rank``. DeepSpeed 0.19.8 describes on each parameter
 of a layer that it has cut which elements each tensor rank has; all other parameters are copies.
