@@ -569,3 +569,12 @@ def test_deleted_files_are_forgotten(nodes: list[Node]) -> None:
     assert joined.holders
     store.delete([FILE])
     assert not joined.holders
+
+    nodes[0].store.put(FILE, DATA)
+    other = nodes[2].store
+    assert other.get(FILE)[0] == DATA
+    joined = other.joined(KEY)
+    assert joined is not None
+    assert joined.answered
+    other.delete([FILE])
+    assert not joined.answered
