@@ -44,7 +44,7 @@ from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.trainer.batches import UserSettings
-from lightning_elastic_zero.trainer.checks import (
+from lightning_elastic_zero.trainer.fit_warnings import (
     configured_rates,
     warn_of_other_schedulers,
     warn_of_replaced_rates,

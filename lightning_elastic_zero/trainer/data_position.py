@@ -18,7 +18,7 @@ from lightning_elastic_zero.data_progress.position import Consumed, Position
 from lightning_elastic_zero.data_progress.sampler import ElasticSampler
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.trainer.accumulation import prefetch_next_batch
-from lightning_elastic_zero.trainer.checks import REMEDIES
+from lightning_elastic_zero.trainer.fit_warnings import REMEDIES
 from lightning_elastic_zero.trainer.lightning import (
     data_fetcher,
     drop_iterator,

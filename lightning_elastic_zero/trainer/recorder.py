@@ -24,7 +24,7 @@ from lightning_elastic_zero.data_progress.position import (
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states, set_rng_states
 from lightning_elastic_zero.trainer.accumulation import pending_micro_batches, prefetch_next_batch
 from lightning_elastic_zero.trainer.batches import BatchController, BatchSettings, batch_size_of
-from lightning_elastic_zero.trainer.checks import BATCH_COUNT_SETTINGS
+from lightning_elastic_zero.trainer.fit_warnings import BATCH_COUNT_SETTINGS
 from lightning_elastic_zero.trainer.lightning import (
     BATCH_END,
     EPOCH_END,

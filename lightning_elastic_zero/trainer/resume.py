@@ -19,8 +19,8 @@ from lightning_elastic_zero.core.options import check_choice
 from lightning_elastic_zero.data_progress.counters import LOADER_STATES, VALIDATION, fit_loop_at
 from lightning_elastic_zero.trainer.accumulation import StepIntervals, check_one_batch_per_step
 from lightning_elastic_zero.trainer.batches import BatchController
-from lightning_elastic_zero.trainer.checks import warn_of_shuffling, warn_of_unresumable_data
 from lightning_elastic_zero.trainer.data_position import UnresumableDataPolicy
+from lightning_elastic_zero.trainer.fit_warnings import warn_of_shuffling, warn_of_unresumable_data
 from lightning_elastic_zero.trainer.lightning import reload_interval, training_loaders
 from lightning_elastic_zero.trainer.loaded_run import LoadedRun, counted_loops, saved_position
 from lightning_elastic_zero.trainer.loaders import samples_per_step

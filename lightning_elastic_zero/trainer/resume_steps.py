@@ -21,17 +21,17 @@ from lightning_elastic_zero.data_progress.sampler import seed_rng_streams, set_r
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.trainer.accumulation import StepIntervals
 from lightning_elastic_zero.trainer.batches import BatchController
-from lightning_elastic_zero.trainer.checks import (
-    warn_of_changes,
-    warn_of_epoch_hooks,
-    warn_of_late_loaders,
-    warn_of_workers,
-)
 from lightning_elastic_zero.trainer.data_position import (
     UnresumableDataPolicy,
     check_data,
     position_loaders,
     restart_data,
+)
+from lightning_elastic_zero.trainer.fit_warnings import (
+    warn_of_changes,
+    warn_of_epoch_hooks,
+    warn_of_late_loaders,
+    warn_of_workers,
 )
 from lightning_elastic_zero.trainer.lightning import (
     can_stop_early,

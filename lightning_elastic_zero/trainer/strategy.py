@@ -30,8 +30,8 @@ from lightning_elastic_zero.registry import register_names
 from lightning_elastic_zero.trainer.accumulation import GradientAccumulation
 from lightning_elastic_zero.trainer.batches import BatchController
 from lightning_elastic_zero.trainer.checkpoint_io import RunCheckpoints
-from lightning_elastic_zero.trainer.checks import RequiresGradCheck, hide_known_warnings
 from lightning_elastic_zero.trainer.data_position import UnresumableDataPolicy
+from lightning_elastic_zero.trainer.fit_warnings import RequiresGradCheck, hide_known_warnings
 from lightning_elastic_zero.trainer.launch import (
     SigtermAgreement,
     devices_of_node,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_elastic_zero.trainer.checks import FILTERED_WARNINGS, hide_known_warnings
+from lightning_elastic_zero.trainer.fit_warnings import FILTERED_WARNINGS, hide_known_warnings
 from tests.support.processes import free_port, output_of
 from tests.support.ranks import environment
 

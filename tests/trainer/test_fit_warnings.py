@@ -15,7 +15,7 @@ from lightning_elastic_zero.data_progress.batches import BatchPlan
 from lightning_elastic_zero.data_progress.position import Position
 from lightning_elastic_zero.data_progress.sampler import ElasticSampler
 from lightning_elastic_zero.trainer.batches import overruled_orders
-from lightning_elastic_zero.trainer.checks import (
+from lightning_elastic_zero.trainer.fit_warnings import (
     configured_rates,
     warn_of_other_schedulers,
     warn_of_replaced_rates,

@@ -1,4 +1,8 @@
-"""Warnings about a fit: its data, changes since the checkpoint, frozen and unfrozen parameters."""
+"""Warnings about a fit: its data, changes since the checkpoint, frozen and unfrozen parameters.
+
+Those of a load into any engine are in ``checkpoint.load_checks``, those of Hugging Face's loops in
+``integrations.differences``.
+"""
 
 from __future__ import annotations
 
