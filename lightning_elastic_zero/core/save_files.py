@@ -18,6 +18,9 @@ LATEST = "latest"
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 CLIENT_OBJECTS = f"{TAG}/client_objects.pt"
 
+SAVE_ID = re.compile("[0-9a-f]{32}")
+"""The folder of a save's files in an object store, on nodes, and in a copy on a disk."""
+
 SEEN_PREFIX = ".seen-"
 """Prefix of the names of files that other ranks wait for during a save."""
 
@@ -70,8 +73,9 @@ class SaveFile:
     path: str
     has_checksums: bool = False
     """It has a sidecar, and the manifest has its size."""
-    is_copied_with_id: bool = False
-    """Without checksums, but kept: in a copy of an object store also below the save's id."""
+    is_unlisted: bool = False
+    """Part of a published checkpoint, with any size, although the manifest does not list it. In a
+    copy of an object store it is below the save's id."""
 
     @property
     def pattern(self) -> str:
@@ -83,12 +87,16 @@ class SaveFile:
 SAVE_FILES = (
     SaveFile(MANIFEST_NAME),
     SaveFile(f"{SEEN_PREFIX}{_TOKEN}"),
-    SaveFile(LATEST, is_copied_with_id=True),
-    SaveFile(RECOVERY_SCRIPT, is_copied_with_id=True),
+    SaveFile(LATEST, is_unlisted=True),
+    SaveFile(RECOVERY_SCRIPT, is_unlisted=True),
     SaveFile(optimizer_file(_RANK, "fp32", _TENSOR_RANK), has_checksums=True),
     SaveFile(optimizer_file(_RANK, "bf16", _TENSOR_RANK), has_checksums=True),
     SaveFile(model_file(_RANK, STAGE_WEIGHTS, _TENSOR_RANK), has_checksums=True),
     SaveFile(model_file(_RANK, 0, _TENSOR_RANK), has_checksums=True),
     SaveFile(CLIENT_OBJECTS, has_checksums=True),
 )
-"""Only these may be removed from a checkpoint that has no readable manifest."""
+"""All files that a save writes. Without a readable manifest, only these may be removed.
+
+A published checkpoint on a disk consists of the manifest, the files that it lists, and those that
+are ``is_unlisted``. With any other file it is neither replaced nor deleted.
+"""

@@ -37,11 +37,11 @@ from lightning_elastic_zero.core.manifest import (
 )
 from lightning_elastic_zero.core.memory import memory_pools
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.core.save_files import SAVE_ID
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage.disk_checkpoints import OWNER_PREFIX
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, SUM_BYTES, SUMS_SUFFIX
 from lightning_elastic_zero.storage.node_names import (
-    SAVE_ID,
     NameVersion,
     is_manifest,
     is_name,

@@ -14,14 +14,11 @@ deleted meanwhile.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
-
-SAVE_ID = re.compile("[0-9a-f]{32}")
-"""The folder of a save's files."""
+from lightning_elastic_zero.core.save_files import SAVE_ID
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -25,7 +25,7 @@ from typing import Literal
 
 from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME, load_json
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.core.save_files import LATEST, SAVE_FILES
+from lightning_elastic_zero.core.save_files import LATEST, SAVE_FILES, SAVE_ID
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
@@ -36,9 +36,6 @@ LINK_FORMAT = "lightning_elastic_zero.link"
 
 MOST_LINKS = 8
 """Links that are followed from one to the next."""
-
-SAVE_ID = re.compile("[0-9a-f]{32}")
-"""The folder of a save's files in an object store, and in a copy on a disk."""
 
 WRITTEN = re.compile(
     "|".join(
@@ -193,7 +190,7 @@ def recorded_files(data: bytes) -> RecordedFiles:
         return RecordedFiles(problem=f"its {MANIFEST_NAME} is damaged")
     folders = ("", f"{save_id}/") if SAVE_ID.fullmatch(str(save_id)) else ("",)
     sizes: dict[str, int | None] = {MANIFEST_NAME: None}
-    unlisted = [file.path for file in SAVE_FILES if file.is_copied_with_id]
+    unlisted = [file.path for file in SAVE_FILES if file.is_unlisted]
     sizes.update(dict.fromkeys(f + name for f in folders for name in unlisted))
     sizes.update(dict.fromkeys(f"{name}{SUMS_SUFFIX}" for name in files))
     return RecordedFiles({**sizes, **files}, manifest.get("weights_only") is True)

@@ -26,7 +26,7 @@ from typing import Any
 
 from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME, load_json
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.core.save_files import TAG
+from lightning_elastic_zero.core.save_files import SAVE_ID, TAG
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.disk_checkpoints import OWNER_PREFIX
@@ -34,7 +34,6 @@ from lightning_elastic_zero.storage.file_write import as_save_error
 from lightning_elastic_zero.storage.object_store import RETRY_S, StorePath
 from lightning_elastic_zero.storage.own_files import (
     MOST_NAMED,
-    SAVE_ID,
     WRITTEN,
     ExistingTarget,
     foreign_files_reason,
