@@ -128,9 +128,7 @@ def _lacks(path: AnyPath) -> str:
     recorded = folder.recorded()
     if recorded.problem:
         return recorded.problem
-    expected = {name: size for name, size in recorded.sizes.items() if size is not None}
-    missing = [name for name, size in folder.sizes(expected) if size != expected[name]]
-    if not missing:
+    if not (missing := list(folder.lacking(recorded))):
         return ""
     why = path.store.why_missing() if isinstance(path, StorePath) else ""
     named = format_names(missing, _MOST_NAMED)

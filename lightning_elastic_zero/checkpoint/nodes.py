@@ -49,10 +49,10 @@ from lightning_elastic_zero.storage.node_names import (
     unnamed,
 )
 from lightning_elastic_zero.storage.node_store import JoinedFolder, NodeStore
-from lightning_elastic_zero.storage.object_store import NODES, AnyPath, StorePath
+from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.own_files import recorded_files
 from lightning_elastic_zero.storage.ownership import new_id
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
 from lightning_elastic_zero.storage.store_checkpoints import DELETED_FORMAT
 
 NODE_COPIES = 2
@@ -66,7 +66,7 @@ def join_folder_of(
 ) -> None:
     """Join the folder of a checkpoint if it is on nodes and not joined yet. Collective."""
     parsed = parse_path(path)
-    if isinstance(parsed, StorePath) and parsed.root == NODES:
+    if is_on_nodes(parsed):
         join_folder(parsed.parent, ranks, copies)
 
 
@@ -87,7 +87,7 @@ def join_folder(
         RanksError: a rank failed, died, or did not call this function.
     """
     folder = parse_path(path)
-    if not (isinstance(folder, StorePath) and folder.root == NODES):
+    if not is_on_nodes(folder):
         return
     store = folder.store
     assert isinstance(store, NodeStore)  # noqa: S101 (of its root)
@@ -140,7 +140,7 @@ def check_room(path: AnyPath, size_bytes: int, ranks: Ranks) -> None:
 
 
 def _joined(path: AnyPath) -> JoinedFolder | None:
-    if not (isinstance(path, StorePath) and path.root == NODES):
+    if not is_on_nodes(path):
         return None
     store = path.store
     assert isinstance(store, NodeStore)  # noqa: S101 (of its root)

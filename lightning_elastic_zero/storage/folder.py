@@ -174,8 +174,12 @@ class Folder(ABC):
         recorded = self.recorded()
         if recorded.problem or (recorded.weights_only and not other.recorded().weights_only):
             return False
+        return next(self.lacking(recorded), None) is None
+
+    def lacking(self, recorded: RecordedFiles) -> Iterator[str]:
+        """Yield the recorded files that are missing or have another size."""
         expected = {name: size for name, size in recorded.sizes.items() if size is not None}
-        return all(size == expected[name] for name, size in self.sizes(expected))
+        yield from (name for name, size in self.sizes(expected) if size != expected[name])
 
     # -- reading -----------------------------------------------------------------------------
 

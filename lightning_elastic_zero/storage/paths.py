@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import TypeGuard
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import UnsupportedError
@@ -80,7 +81,7 @@ def parse_path(path: str | os.PathLike[str] | StorePath) -> AnyPath:
     return StorePath(f"{scheme}://{parts[0]}", "/".join(parts[1:]))
 
 
-def is_on_nodes(path: AnyPath) -> bool:
+def is_on_nodes(path: AnyPath) -> TypeGuard[StorePath]:
     """Whether a path is on the nodes of the job, each of which sees its own files."""
     return isinstance(path, StorePath) and path.root == NODES
 
