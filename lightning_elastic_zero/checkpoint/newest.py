@@ -1,4 +1,7 @@
-"""The newest complete checkpoint of several folders, without reading its data; and deletions."""
+"""The newest complete checkpoint of several folders, by the sizes of its files; and deletions.
+
+``formats.newest`` lists the candidates, and verifies their data where a damaged one is replaced.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def is_any_series(_path: AnyPath, _manifest: Manifest, /) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """Options of a save."""
+    """Options of one save. A user's are in ``api.ElasticOptions`` and ``api.save_checkpoint``."""
 
     weights_only: bool = False
     """Write masters, frozen weights and buffers, but no optimizer state."""
@@ -74,7 +74,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options of a load."""
+    """Options of one load. A user's are in ``api.ElasticOptions`` and ``api.load_checkpoint``."""
 
     optimizer_state: bool = True
     """False: the optimizer starts fresh on the saved weights."""

@@ -1,4 +1,4 @@
-"""Steps on all ranks that fail on all ranks: the only place where ranks communicate.
+"""Steps on all ranks that fail on all ranks: how ranks agree during saves and loads.
 
 A collective is the wrong tool: it hangs for half an hour after one rank raised, died or never
 entered it. Ranks agree through the key-value store of the job instead. One step::

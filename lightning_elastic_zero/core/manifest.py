@@ -2,8 +2,9 @@
 
 The manifest is written last and commits the checkpoint. It contains names and numbers, and for each
 file its size and the digest of its checksums. Files that it does not name are never read.
-``docs/format.md`` describes every field. Readers refuse a newer ``format_version`` and ignore
-unknown fields of the same version. The field ``digest`` is the digest of all other bytes.
+``docs/format.md`` describes every field; ``storage`` writes and finds the file. Readers refuse a
+newer ``format_version`` and ignore unknown fields of the same version. The field ``digest`` is the
+digest of all other bytes.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from lightning_elastic_zero.engine.deepspeed import drop_staged_momentum
 
 MOMENTUM_KEY = "momentum_buffer"
 
-PARTITIONING = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3")
+MOMENTUM_WRAPPERS = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3")
 """The wrappers that update the momentum. Otherwise Muon does so itself."""
 
 
@@ -48,7 +48,7 @@ def momentum_is_scaled(optimizer: Any) -> bool | None:
     offloaded = any(
         getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer")
     )
-    return type(optimizer).__name__ in PARTITIONING and not offloaded
+    return type(optimizer).__name__ in MOMENTUM_WRAPPERS and not offloaded
 
 
 def partitioned_momentum(
@@ -83,7 +83,7 @@ def momentum_dtype(optimizer: Any, wrapper: str, buffer: LiveFlatBuffer) -> torc
     """Return the type in which the wrapper keeps a flat buffer's momentum; None without Muon."""
     if not uses_muon(optimizer, buffer.group):
         return None
-    if wrapper not in PARTITIONING:  # Stage 0: gradients and momentum have the masters' type.
+    if wrapper not in MOMENTUM_WRAPPERS:  # Stage 0: gradients and momentum have the masters' type.
         return buffer.state_key.dtype
     dtype: torch.dtype = buffer.master.dtype
     if (kept := _momentum_in_memory(optimizer, buffer)) is not None:

@@ -4,6 +4,10 @@ State keys are discovered, never listed: another optimizer of the same class tak
 (``probe_after_a_step``). Files of other software do not name the optimizer's class, so it is
 compared by the names of its states and hyperparameters (``optimizer_checks``).
 
+In ZeRO, the optimizer steps flat buffers, which have no rows: one that needs the shapes of weights
+works in stage 0 only, or through a wrapper that knows them (``muon``). State that is neither per
+element nor a scalar, such as one value per row, is refused by ``split_state``.
+
 With partial offload (``offload_optimizer.ratio`` below 1), torch's AdamW steps ZeRO-3's first
 sub-groups on the device, and DeepSpeedCPUAdam steps the others. Only the type of the step count
 differs. Stock checkpoints lack the state of the second optimizer.

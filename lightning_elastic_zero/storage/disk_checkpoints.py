@@ -124,10 +124,11 @@ class HiddenDirectory:
 
 
 class StagedDirectory(HiddenDirectory):
-    """A checkpoint being written: ``create``, write to ``path``, then publish or ``abandon`` it.
+    """A checkpoint being written; see ``folder.Staged``. ``seal`` writes the manifest.
 
-    ``put_in_place`` and ``clean`` publish it. Rank 0 does this; the other ranks find the directory
-    with ``staging_path``. It replaces a checkpoint of this library, a link to one, or an empty
+    ``create``, write to ``path``, then publish or ``abandon`` it. ``put_in_place`` and ``clean``
+    publish it. Rank 0 does this; the other ranks find the directory with ``staging_path``. It
+    replaces a checkpoint of this library, a link to one, or an empty
     directory, and nothing else.
     """
 

@@ -1,4 +1,4 @@
-"""The folder at a path: the one place that chooses between the kinds of storage."""
+"""The folder at a path: on a disk, or in a store, which ``StorePath.store`` chooses by the URL."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from lightning_elastic_zero.storage.store import Store, StoredObject, Version
 T = TypeVar("T")
 
 SCHEMES = ("s3", "gs", "az", "memory")
-"""URL schemes of supported stores. ``memory`` is for tests: one process only."""
+"""URL schemes that obstore opens for this library. ``memory`` is for tests: one process only."""
 
 NODES = "node://"
 """Root of the paths on the nodes' own memory or disks, such as ``node:///dev/shm/run``."""
@@ -96,7 +96,7 @@ class StorePath:
 
     @property
     def store(self) -> Store:
-        """The store, with one connection pool per process."""
+        """The store, chosen by the URL, with one connection pool per process."""
         return _store(self.root, os.getpid())
 
 

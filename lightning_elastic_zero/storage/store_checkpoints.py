@@ -307,7 +307,7 @@ def _remove_if_dead(
 
 
 class StagedObjects:
-    """A checkpoint being written; see ``disk_checkpoints.StagedDirectory``, which this equals.
+    """A checkpoint being written; see ``folder.Staged``. ``put_in_place`` writes the manifest.
 
     Attributes:
         path: the prefix below which the files are written.

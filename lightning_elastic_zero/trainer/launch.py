@@ -195,8 +195,8 @@ def devices_of_node(
     return devices
 
 
-def limit_waiting(options: dict[str, Any]) -> dict[str, Any]:
-    """Set the launcher's default timeout of collectives in a strategy's options.
+def with_default_timeout(options: dict[str, Any]) -> dict[str, Any]:
+    """Set the launcher's default timeout of collectives in a strategy's options; return them.
 
     LightningCLI also passes options that are not set, so Lightning's default counts as not set.
     """

@@ -35,10 +35,10 @@ from lightning_elastic_zero.trainer.fit_warnings import RequiresGradCheck, hide_
 from lightning_elastic_zero.trainer.launch import (
     SigtermAgreement,
     devices_of_node,
-    limit_waiting,
     nodes_of_job,
     prepare_to_meet,
     set_exit_code,
+    with_default_timeout,
 )
 from lightning_elastic_zero.trainer.lightning import (
     RESUME_END,
@@ -95,7 +95,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         **kwargs: Any,
     ) -> None:
         options = take(ElasticOptions, kwargs)
-        later = split_parent_options(type(self), limit_waiting(kwargs))
+        later = split_parent_options(type(self), with_default_timeout(kwargs))
         super().__init__(*args, **kwargs)
         vars(self).update(later)
         self.load_full_weights = False  # ``load_checkpoint`` recognises complete files.
