@@ -421,10 +421,10 @@ class RunCheckpoints:
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         origins, count = loaded.group_origins, len(manifest.groups)
         groups = [Group((), {}, ()) if o is None else manifest.groups[o] for o in origins]
-        states = state.get("lr_schedulers", [])
+        states, as_saved = state.get("lr_schedulers", []), configured is not None
         if counted_loops(state) is not None:
-            warn_of_other_schedulers(schedulers, states, as_saved=configured is not None)
-        saved = with_new_groups(schedulers, states, origins, count)
+            warn_of_other_schedulers(schedulers, states, as_saved=as_saved)
+        saved = with_new_groups(schedulers, states, origins, count, as_saved=as_saved)
         if configured is None:
             state["lr_schedulers"] = resume_as_configured(schedulers, saved, groups)
             return state

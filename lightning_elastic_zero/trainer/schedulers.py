@@ -54,18 +54,21 @@ def with_new_groups(
     states: Sequence[Mapping[str, Any]],
     origins: Sequence[int | None],
     saved_groups: int,
+    *,
+    as_saved: bool,
 ) -> list[dict[str, Any]]:
     """Return saved states adapted to other parameter groups than in the saved run.
 
-    New groups get the rates that their schedule has at the saved step, if it is one of torch's
-    schedulers; otherwise they keep the configured ones. ``origins``: for each live parameter group,
-    the saved one; None: it is new.
+    If schedules continue ``as_saved``, new groups get the rates that theirs has at the saved step,
+    if it is one of torch's schedulers; otherwise they keep the configured ones. ``origins``: for
+    each live parameter group, the saved one; None: it is new.
     """
     if list(origins) == list(range(saved_groups)):
         return [dict(state) for state in states]
     for scheduler, saved in zip(schedulers, states, strict=False):
         place = completed_steps(saved)
-        if None in origins and place is not None and _can_be_run(scheduler):
+        is_stepped = as_saved and None in origins  # else ``resume_as_configured`` steps all groups
+        if is_stepped and place is not None and _can_be_run(scheduler):
             _advance_new_groups(scheduler, place, origins)
     live_states = [scheduler.state_dict() for scheduler in schedulers]
     pairs = zip(states, live_states, strict=False)

@@ -396,15 +396,29 @@ def test_a_new_group_starts_at_the_position_of_the_others(kind: str) -> None:
         if origin is not None:
             values = saved.param_groups[origin]
             group.update({k: v for k, v in values.items() if k != "params"})
-    (regrouped,) = with_new_groups([live], [state], origins, 2)
+    (regrouped,) = with_new_groups([live], [state], origins, 2, as_saved=True)
     live.load_state_dict(resume_as_saved([live], [regrouped])[0])
     found = rates_of(here, live, LATER)
     assert found == [[b, c, a] for a, b, c in expected]
 
 
+def test_new_groups_and_the_others_continue_as_configured() -> None:
+    configured, theirs = made([0.9, 0.3, 0.8], "cosine")
+    expected = rates_of(configured, theirs, PLACE + LATER)[PLACE:]
+    saved, saving = made([0.1, 0.2], "step")
+    rates_of(saved, saving, PLACE)
+    here, live = made([0.9, 0.3, 0.8], "cosine")
+    states, origins = [saving.state_dict()], (1, None, 0)
+    regrouped = with_new_groups([live], states, origins, 2, as_saved=False)
+    groups = [Group((), {}, ()), *saved_groups(saved)]
+    kept = resume_as_configured([live], regrouped, [groups[2], groups[0], groups[1]])
+    live.load_state_dict(kept[0])
+    assert rates_of(here, live, LATER) == expected
+
+
 def test_unchanged_groups_are_not_modified() -> None:
     optimizer, scheduler = made([0.1, 0.2], "cosine")
     state = {"base_lrs": [7, 8], "last_epoch": 3}
-    assert with_new_groups([scheduler], [state], (0, 1), 2) == [state]
+    assert with_new_groups([scheduler], [state], (0, 1), 2, as_saved=True) == [state]
     assert scheduler.last_epoch == 0
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
