@@ -101,11 +101,15 @@ class RenamedReader(CheckpointReader):
         client = dict(state.client_state)
         if isinstance(weights := client.get(WEIGHTS), dict):
             client[WEIGHTS] = self._renamed(weights)
+        own = dict(state.rank_state)
+        if isinstance(weights := own.get(WEIGHTS), dict):  # a rank's averages of buffers
+            own[WEIGHTS] = {self._live.get(name, name): value for name, value in weights.items()}
         return replace(
             state,
             buffers=self._renamed(state.buffers),
             client_state=client,
             extra_states=self._renamed(state.extra_states),
+            rank_state=own,
         )
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
