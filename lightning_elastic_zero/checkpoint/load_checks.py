@@ -103,10 +103,11 @@ def check_load(
     options.check(source.manifest)
     saved = source.manifest if scope.strict_optimizer else with_live_groups(source.manifest, here)
     _check_optimizer(source, saved, live, scope, where)
-    if shared.lr_scheduler is not None and scope.lr_scheduler:
-        live.check_scheduler(shared.lr_scheduler)
+    warning = live.check_scheduler(shared.lr_scheduler) if scope.lr_scheduler else ""
     if ranks.rank == 0:
         _log_differences(source, here, scope, buffers, where)
+        if warning:
+            log.warning("%s %s", where, warning)
     progress = io_progress("verifying", ranks, options.show)
     unverified = source.verify(ranks.rank, ranks.world_size, progress)
     return Checked(scope, here, saved, shared, len(unverified))

@@ -478,8 +478,9 @@ class LiveEngine:
             if self._is_first:
                 log.warning("%s", warning)
 
-    def check_scheduler(self, saved: Mapping[str, object]) -> None:
-        check_scheduler(self._engine.lr_scheduler, saved)
+    def check_scheduler(self, saved: Mapping[str, object] | None) -> str:
+        """Return a warning if only one side has a scheduler; refuse another one."""
+        return check_scheduler(self._engine.lr_scheduler, saved)
 
     def _partition(self) -> None:
         """Partition ZeRO-3's gathered parameters. Collective."""

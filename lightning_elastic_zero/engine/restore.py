@@ -347,17 +347,39 @@ def commit_groups(inner: Any, values: RestoreValues) -> None:
                 group[key] = unplain(value, group.get(key))
 
 
-def check_scheduler(live: Any, saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatchError if a scheduler's state lacks entries of the live one's."""
+def check_scheduler(live: Any, saved: Mapping[str, Any] | None) -> str:
+    """Return a warning if only the engine or only the checkpoint has a scheduler, else "".
+
+    Raises CheckpointMismatchError if the saved state is that of another scheduler.
+    """
+    if live is None and saved is not None:
+        return (
+            "contains the state of a learning-rate scheduler, and this engine steps none: the "
+            "rates stay at their saved values, unless other code sets them"
+        )
     if live is None:
-        return
+        return ""
+    if saved is None:
+        return (
+            f"contains no state of {type(live).__name__}: the learning-rate schedule starts at its "
+            "first step"
+        )
+    _check_same_scheduler(live, saved)
+    return ""
+
+
+def _check_same_scheduler(live: Any, saved: Mapping[str, Any]) -> None:
     state = live.state_dict()
     kept = state.keys()
     # Names with "_" and `verbose` depend on torch's release; nested schedulers do not.
-    public = {key for key in kept if not key.startswith("_")} - {"verbose"}
-    lacking = public - saved.keys() | (kept ^ saved.keys()) & {"_schedulers"}
+    public, was_public = (
+        {key for key in keys if not key.startswith("_")} - {"verbose"} for keys in (kept, saved)
+    )
+    differ = public - saved.keys() | (kept ^ saved.keys()) & {"_schedulers"}
+    if type(live).__module__ == torch.optim.lr_scheduler.__name__:
+        differ |= was_public - kept  # Its constructor creates all of them.
     chained, saved_chained = (len(held.get("_schedulers", [])) for held in (state, saved))
-    if lacking:
+    if differ:
         was, now = f"keeps {sorted(saved)}", f"keeps {sorted(kept)}"
     elif chained != saved_chained:
         was, now = f"chains {saved_chained} schedulers", f"chains {chained}"

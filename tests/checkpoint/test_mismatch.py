@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from tests.support.checkpoints import (
     refusal,
 )
 from tests.support.engines import EngineCase, engine_of
+from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.engine
@@ -163,3 +165,30 @@ def test_another_scheduler_is_refused_before_any_change(
     allowed = LoadingWithoutSchedule(path, {"load_hyperparameters": False})
     loaded = partial(refusal, target, allowed, prepare=warm_up, look=False)
     assert {found.error for found in pools.run(target.world, loaded)} == {"NoneType"}
+
+
+def schedule_warnings(setup: EngineCase, folder: Path) -> list[list[str]]:
+    """Load a checkpoint without a schedule into an engine with one, and the reverse."""
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+
+    warned = []
+    with engine_of(setup, 0) as engine:
+        save_checkpoint(engine, folder / "without")
+        Scheduler("warm-up")(engine)
+        save_checkpoint(engine, folder / "with")
+        with captured_log("lightning_elastic_zero", logging.WARNING) as logs:
+            load_checkpoint(engine, folder / "without")
+        warned.append(logs)
+        engine.lr_scheduler = None
+        with captured_log("lightning_elastic_zero", logging.WARNING) as logs:
+            load_checkpoint(engine, folder / "with")
+        warned.append(logs)
+    return warned
+
+
+def test_a_schedule_of_one_side_only_causes_a_warning(pools: Pools, tmp_path: Path) -> None:
+    target = EngineCase(2, "1")
+    ((one,), (other,)), others = pools.run(2, partial(schedule_warnings, target, tmp_path))
+    assert "contains no state of WarmupLR: the learning-rate schedule starts at its first" in one
+    assert "contains the state of a learning-rate scheduler, and this engine steps none" in other
+    assert others == [[], []]

@@ -45,6 +45,7 @@ from lightning_elastic_zero.engine.optimizer_checks import (
 from lightning_elastic_zero.engine.restore import (
     FlatTarget,
     allocate_states,
+    check_scheduler,
     commit_groups,
     commit_masters,
     commit_state,
@@ -498,3 +499,12 @@ def test_a_subclass_belongs_to_the_package_of_its_base() -> None:
     assert package_of(instance_of("AdamW", "project.optim", torch.optim.AdamW)) == "torch"
     assert package_of(instance_of("Muon", "project.optim", torch.optim.Optimizer)) == "project"
     assert package_of(torch.optim.SGD([torch.zeros(1)])) == "torch"
+
+
+def test_a_scheduler_that_keeps_less_than_the_saved_one_is_another() -> None:
+    rates = torch.optim.lr_scheduler
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    saved = {**rates.StepLR(optimizer, 1).state_dict(), "verbose": False}
+    assert not check_scheduler(rates.StepLR(optimizer, 5), saved)
+    with pytest.raises(CheckpointMismatchError, match=r"step_size.*this run's ExponentialLR keeps"):
+        check_scheduler(rates.ExponentialLR(optimizer, 0.999), saved)
