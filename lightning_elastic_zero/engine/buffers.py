@@ -278,9 +278,16 @@ def _replicated_buffers(optimizer: Any, wrapper: str) -> list[LiveFlatBuffer]:
         LiveFlatBuffer(group, (weight,), (), view := flat(weight), view, stepped=weight)
         for group, members in enumerate(optimizer.param_groups)
         for weight in members["params"]
-        # A frozen weight has state if it was trained before.
-        if weight.numel() and (weight.requires_grad or weight in optimizer.state)
+        if weight.numel() and (weight.requires_grad or _was_trained(optimizer, weight))
     ]
+
+
+def _was_trained(optimizer: Any, weight: torch.nn.Parameter) -> bool:
+    """Whether a frozen weight was trained before: it has state then."""
+    state = optimizer.state.get(weight)
+    if state and type(optimizer).__name__ == "Adagrad":  # Its constructor creates all states.
+        return bool(state["step"])
+    return bool(state)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
