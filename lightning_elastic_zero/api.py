@@ -259,7 +259,7 @@ def newest_checkpoint(
     """Find the newest checkpoint of this library whose files are all there, to resume from it.
 
     Call it on every rank. No data is read: ``load_checkpoint`` verifies what it reads. The newest
-    one is the last that was published.
+    one is the last that was published. One of weights alone is taken only if no other is complete.
 
     Args:
         folders: Directories or URLs that contain checkpoints, such as ``node:///dev/shm/run`` and

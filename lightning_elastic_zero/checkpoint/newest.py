@@ -37,6 +37,8 @@ def find_newest(
 ) -> str | None:
     """Return the path of the newest checkpoint whose files are all there; None if there is none.
 
+    One of weights alone is taken only if no other is complete.
+
     ``candidates`` returns those of a folder, behind links; called on rank 0.
 
     A warning names newer ones with missing files or a damaged manifest. It also names nodes on
@@ -80,6 +82,7 @@ def _newest(
 ) -> str | None:
     """On rank 0: search."""
     steps: dict[AnyPath, int] = {}
+    weights_only: set[AnyPath] = set()  # They can be resumed only without optimizer state.
     empty: list[AnyPath] = []
     for folder in folders:
         before = len(steps)
@@ -88,11 +91,13 @@ def _newest(
             if found.is_checkpoint() or found.has_damaged_manifest():
                 manifest = manifest_of(path)
                 steps[path] = manifest.progress.global_steps if manifest else 0
+                if manifest and manifest.weights_only:
+                    weights_only.add(path)
             progress.check()
         if len(steps) == before:
             empty.append(folder)
     incomplete: list[str] = []
-    for path in newest_first(steps):
+    for path in sorted(newest_first(steps), key=weights_only.__contains__):
         if not (lacks := _lacks(path)):
             if worse := incomplete + _empty_nodes(empty):
                 log.warning("%s Resume from %s.", " ".join(worse), path)

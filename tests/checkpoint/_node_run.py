@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_elastic_zero.checkpoint.newest import delete_at, find_newest
 from lightning_elastic_zero.checkpoint.nodes import join_folder
@@ -91,12 +92,11 @@ class NodeRun:
         job.note("calls", calls)
 
 
-def save(url: str, step: int, ranks: Ranks) -> None:
+def save(url: str, step: int, ranks: Ranks, **changes: Any) -> None:
     """Save a small state as an engine of these ranks would. Collective."""
     state = make_state()
-    manifest = manifest_of(
-        state, 3, ranks.world_size, progress=replace(_PROGRESS, global_steps=step)
-    )
+    progress = replace(_PROGRESS, global_steps=step)
+    manifest = manifest_of(state, 3, ranks.world_size, progress=progress, **changes)
     held = rank_state(state, manifest, ranks.rank)
     if ranks.rank:
         held = replace(held, module_buffers={})

@@ -79,6 +79,16 @@ def leave(folder: str) -> None:
         path.store.leave(path.key)
 
 
+def test_weights_alone_are_taken_last(folder: str, ranks: Ranks) -> None:
+    join_folder(folder, ranks)
+    save(f"{folder}/weights", 2, ranks, weights_only=True)
+    assert find_newest([folder], ranks) == f"{folder}/weights"
+    save(f"{folder}/step-1", 1, ranks)
+    save(f"{folder}/final", 2, ranks, weights_only=True)
+    assert find_newest([folder], ranks) == f"{folder}/step-1"
+    leave(folder)
+
+
 def test_other_files_are_no_checkpoints(tmp_path: Path, ranks: Ranks) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/manifest.json").write_text('{"files": []}')
