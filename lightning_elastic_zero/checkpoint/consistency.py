@@ -84,12 +84,10 @@ class ComparedState:
                 for flat in state.flats
             ],
             [*map(_texts, manifest.groups)],
-            # Other shards have other sums.
-            {
-                str(index): str(value)
-                for index, value in enumerate(state.replica_sums)
-                if manifest.tensor_parallel.size == 1
-            },
+            # Other shards have other sums: those of tensor rank 0 are compared.
+            {str(i): str(value) for i, value in enumerate(state.replica_sums)}
+            if not state.tensor_rank
+            else {},
             {name: digest_of(tensor) for name, tensor in state.module_buffers.items()},
             of_library[EXTRA_STATES],
             of_library[OPTIMIZER_STATE],

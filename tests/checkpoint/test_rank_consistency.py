@@ -91,6 +91,15 @@ def test_scalars_that_differ_are_named(
     assert all(name in str(raised.value) for name in named), raised.value
 
 
+def test_replicas_of_a_shard_are_compared() -> None:
+    def with_sum(value: int, tensor_rank: int = 0) -> ShardContents:
+        state = replace(contents({}).state, replica_sums=(value,), tensor_rank=tensor_rank)
+        return replace(contents({}), state=state)
+
+    assert reported(with_sum(6), with_sum(5)).replicas == {"0": "6"}
+    assert not reported(with_sum(7, tensor_rank=1), with_sum(5)).replicas
+
+
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize(("theirs", "differs"), [(0.1, False), (0.2, True)])
 def test_measurements_of_a_ranks_part_may_differ(
