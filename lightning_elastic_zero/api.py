@@ -54,8 +54,8 @@ class ElasticOptions:
 
     strict_optimizer: bool = True
     """False: accept other trained parameters or other parameter groups than in the checkpoint.
-    Known parameters are restored, new ones keep the state that they have, and a warning names
-    them."""
+    Known parameters are restored, new ones keep their weights and get fresh optimizer state, and a
+    warning names them."""
     rename: Mapping[str, str] | None = None
     """Layers that have another name now, such as ``{"encoder": "backbone.encoder"}``: prefixes of
     names in the checkpoint and in the model, or patterns with ``*``."""
@@ -215,8 +215,8 @@ def load_checkpoint(
         strict: False: accept missing and unexpected frozen parameters and buffers, and with
             ``load_optimizer_state=False`` also trained parameters. A warning names them.
         strict_optimizer: False: accept other trained parameters or other parameter groups than in
-            the checkpoint. Known parameters are restored, new ones keep their state, and a warning
-            names them.
+            the checkpoint. Known parameters are restored, new ones keep their weights and get fresh
+            optimizer state, and a warning names them.
         rename: Prefixes of names in the checkpoint and in the model,
             ``{"encoder": "backbone.encoder"}``, or patterns with ``*``.
         allow_pickle: Build Python objects of any class from the client state. This can run code.
