@@ -14,7 +14,11 @@ from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.text import format_names
-from lightning_elastic_zero.errors import CheckpointCorruptedError, SaveError
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointNotFoundError,
+    SaveError,
+)
 from lightning_elastic_zero.formats.newest import checkpoints_in, manifest_of, newest_first
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
@@ -111,6 +115,21 @@ def _newest(
         msg = f"no checkpoint is complete. {' '.join(incomplete)} {remedy}"
         raise CheckpointCorruptedError(msg)
     return None
+
+
+def check_complete(path: AnyPath) -> None:
+    """Refuse a checkpoint with missing files, or without a manifest, without reading its data.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointCorruptedError: it has lost files.
+    """
+    if not folder_at(path).exists():
+        msg = f"{path} has no checkpoint"
+        raise CheckpointNotFoundError(msg)
+    if lacks := _lacks(path):
+        msg = f"{path} is incomplete: {lacks}"
+        raise CheckpointCorruptedError(msg)
 
 
 def delete_at(path: str | os.PathLike[str], progress: Progress) -> None:

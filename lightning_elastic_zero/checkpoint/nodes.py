@@ -272,8 +272,8 @@ class _Join:
             hosts = [self._place.hosts[int(mark)] for mark in marks]
             msg = (
                 f"{self._folder} is one folder that {format_names(hosts)} share. Pass its path "
-                "without node://, or choose a folder that each node has for itself, such as "
-                "node:///dev/shm/run"
+                "without node:// (to a Trainer, save_on_each_node=False), or choose a folder that "
+                "each node has for itself, such as node:///dev/shm/run"
             )
             raise UnsupportedError(msg)
 

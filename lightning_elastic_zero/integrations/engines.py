@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,8 +46,9 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, is_deepspeed
 from lightning_elastic_zero.formats.open import check_unmixed, resolve_latest
 from lightning_elastic_zero.integrations.series import OWN_SUFFIX, series_of
+from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.own_files import is_checkpoint, latest_in
-from lightning_elastic_zero.storage.paths import check_local_path
+from lightning_elastic_zero.storage.paths import check_local_path, parse_path
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,17 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnNodes:
+    """The checkpoint of a ``save_dir`` that each node has for itself."""
+
+    path: StorePath
+    rank_state: Callable[[], Mapping[str, Any]]
+    """Called on every rank at a save; returns files of the loop, as state of this rank."""
+    replaced: Callable[[], Iterable[AnyPath]]
+    """Called on rank 0 after a save; returns checkpoints that the loop does not keep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """How a training loop uses the checkpoint methods of its engines."""
 
@@ -142,6 +154,8 @@ class Loop:
     """The loop may be any program's, and only its engines are elastic."""
     whole_folder: bool = False
     """``save_dir`` itself is the checkpoint, and the tag is ignored."""
+    on_nodes: Callable[[Path], OnNodes | None] = lambda _: None
+    """Returns where on nodes the checkpoint of a ``save_dir`` is; None: below ``save_dir``."""
     shows_bars: Callable[[], bool] = lambda: True
     """Whether the loop shows progress bars."""
     remedy: str = ""
@@ -217,29 +231,37 @@ class EngineCheckpoints:
         if record := {**self._loop.record(), **_settings_of(engine.lr_scheduler)}:
             state[RECORD] = record
         options = replace(self._save_options, exclude_frozen=exclude_frozen_parameters)
+        on_nodes = self._loop.on_nodes(folder)
         with self._ranks("save", folder / tag) as ranks:
             step = f"save {tag}: choose a folder"
             self._last_save = None
             if not self._is_warned:
                 self._is_warned = warn_of_open_window(live, folder / tag, ranks)
-            name, waits = ranks.broadcast(step, lambda: self._choose(folder, tag))
-            path = folder / name
+            name, waits = ranks.broadcast(
+                step, lambda: self._choose(folder, "" if on_nodes else tag)
+            )
+            path = str(on_nodes.path if on_nodes else folder / name)
             if not waits:
                 self._manager.start(live, ranks.rank)
-            request = SaveRequest(live, path, state, options)
+            of_rank = (
+                ranks.run_all(f"save {path}: read files", on_nodes.rank_state) if on_nodes else {}
+            )
+            request = SaveRequest(live, path, state, options, of_rank)
             if waits or not self._manager.save_async(request, ranks):
                 self._manager.wait_until_finished(ranks)
                 with self._bar(ranks) as show:
                     shown = replace(options, show=show)
                     self._manager.save(replace(request, options=shown), ranks)
             if save_latest and name:
-                self._manager.link(str(path), str(folder / LATEST), ranks)
+                self._manager.link(path, str(folder / LATEST), ranks)
+            for old in on_nodes.replaced() if on_nodes and ranks.rank == 0 else ():
+                self._manager.remove(str(old))
         self._last_save = this_save
         return True
 
     def _choose(self, folder: Path, tag: str) -> tuple[str, bool]:
         """Return the name of the folder for a tag, and whether training waits for the save."""
-        name = "" if self._loop.whole_folder else _free_name(folder, tag)
+        name = "" if self._loop.whole_folder or not tag else _free_name(folder, tag)
         return name, not self._options.async_save or self._loop.foreground(folder / name)
 
     def wait(self) -> None:
@@ -317,7 +339,7 @@ class EngineCheckpoints:
                 )
                 return None, None
             # Fabric does not count steps.
-            in_series = series_of(Path(path), counts_steps=not self._loop.whole_folder)
+            in_series = series_of(parse_path(path), counts_steps=not self._loop.whole_folder)
             options = replace(options, in_series=in_series)
             try:
                 with self._bar(ranks) as show:
@@ -339,6 +361,8 @@ class EngineCheckpoints:
 
     def _find(self, folder: Path, tag: str | None, progress: Progress) -> str | None:
         """Return the path of the checkpoint to load; None if there is none."""
+        if on_nodes := self._loop.on_nodes(folder):
+            return str(on_nodes.path)
         path = str(folder) if self._loop.whole_folder else find_checkpoint(folder, tag)
         if path is not None:
             check_unmixed(Path(path), progress)

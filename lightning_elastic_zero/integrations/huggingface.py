@@ -46,8 +46,8 @@ def elastic(x: T, **options: Any) -> T:
         TypeError: ``x`` is something else, or an option is unknown.
         ValueError: An option has an invalid value, or another one than in an earlier call for the
             same object.
-        UnsupportedError: The Trainer or Accelerator does not run DeepSpeed, or saves to several
-            nodes' own disks.
+        UnsupportedError: The Trainer or Accelerator does not run DeepSpeed, or an argument of it
+            is not supported.
     """
     checked = LoopOptions(**options)
     if (before := bound_options(x)) is not None:

@@ -11,16 +11,21 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from lightning_elastic_zero.api import ElasticOptions
+from lightning_elastic_zero.checkpoint.nodes import join_folder_of
 from lightning_elastic_zero.checkpoint.types import io_progress
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.errors import CheckpointNotFoundError
 from lightning_elastic_zero.formats.newest import newest_intact, verify_share
+from lightning_elastic_zero.storage.folder import Folder
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.paths import parse_path
+
+P = TypeVar("P", bound=AnyPath)
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +48,9 @@ def _numbered(name: str) -> NumberedName | None:
 
 
 def resume_folder(
-    asked: Path | None,
-    series: Path,
-    checkpoints_of: Callable[[Path], Iterable[Path]],
+    asked: AnyPath | None,
+    series: AnyPath,
+    checkpoints_of: Callable[[Any], Iterable[AnyPath]],
     options: ElasticOptions,
 ) -> str | None:
     """Return the folder to resume from, or, with ``fallback``, an older intact one. Collective.
@@ -71,13 +76,14 @@ def resume_folder(
         return [str(path) for path in (asked, *older)]
 
     def verify(folder: str) -> None:
-        checkpoints = [*checkpoints_of(Path(folder))]
+        checkpoints = [*checkpoints_of(parse_path(folder))]
         progress, pickle = io_progress("verifying", ranks), options.allow_pickle
         for path in checkpoints if options.fallback else ():
             verify_share(path, ranks.rank, ranks.world_size, progress, allow_pickle=pickle)
 
     call = f"resume from {asked or series.parent}"
     with closing(connect_ranks(options.timeouts(), "elastic-zero engine", call)) as ranks:
+        join_folder_of(asked or series, ranks)
         folders = ranks.broadcast(call, candidates)
         search = newest_intact(folders, verify, ranks.run_all, call)
         reasons = "; ".join(f"{folder}: {why}" for folder, why in search.problems.items())
@@ -94,21 +100,26 @@ def resume_folder(
     raise CheckpointNotFoundError(msg)
 
 
-def folders_of(series: Path) -> list[Path]:
+def folders_of(series: P) -> list[P]:
     """Return the folders of a series, given its path without the number; the newest first."""
-    return _older_folders(series.with_name(f"{series.name}{sys.maxsize}"))
+    return _older_folders(cast("P", series.with_name(f"{series.name}{sys.maxsize}")))
 
 
-def _older_folders(folder: Path) -> list[Path]:
+def _older_folders(folder: P) -> list[P]:
     """Return the folders next to one whose names have a lower number, the newest first."""
     if (name := _numbered(folder.name)) is None:
         return []
-    names = ((_numbered(path.name), path) for path in folder.parent.glob("*") if path.is_dir())
+    paths = (folder.with_name(e.path.name) for e in folder_at(folder).siblings() if _is_folder(e))
+    names = ((_numbered(path.name), cast("P", path)) for path in paths)
     others = {other.number: path for other, path in names if other and other.series == name.series}
     return [others[number] for number in sorted(others, reverse=True) if number < name.number]
 
 
-def series_of(path: Path, *, counts_steps: bool) -> Callable[[AnyPath, Manifest], bool]:
+def _is_folder(entry: Folder) -> bool:
+    return entry.exists() if entry.local is None else entry.local.is_dir()
+
+
+def series_of(path: AnyPath, *, counts_steps: bool) -> Callable[[AnyPath, Manifest], bool]:
     """Return whether a checkpoint belongs to the same series of tags.
 
     Where the engine counts steps, the number must be the step: it may be the engine's number.

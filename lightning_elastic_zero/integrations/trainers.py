@@ -11,7 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +38,16 @@ from lightning_elastic_zero.integrations.engines import (
     Loaded,
     Loop,
     LoopOptions,
+    OnNodes,
     bound_options,
     find_checkpoint,
+)
+from lightning_elastic_zero.integrations.node_folders import (
+    checkpoint_on_nodes,
+    folder_on_nodes,
+    is_folder_of_nodes,
+    join_nodes,
+    saving_last,
 )
 from lightning_elastic_zero.integrations.series import resume_folder
 from lightning_elastic_zero.storage.object_store import StorePath
@@ -70,14 +78,15 @@ def _check_supported(trainer: Any, options: LoopOptions) -> None:
             "TrainingArguments(deepspeed=<config>), or start it with accelerate launch "
             "--use_deepspeed"
         )
-    elif args.save_on_each_node:
-        msg = (
-            "elastic() needs one output_dir that all ranks share, and save_on_each_node=True is "
-            "set: set it to False, and give an output_dir on a shared filesystem"
-        )
     elif isinstance(folder := parse_path(args.output_dir), StorePath):
         msg = (
-            f"output_dir is {folder}: the Trainer writes files of its own, so give a path on a disk"
+            f"output_dir is {folder}: the Trainer writes files of its own, so give a path on a "
+            "disk. With save_on_each_node=True, each node has its own"
+        )
+    elif args.save_on_each_node and args.push_to_hub and "checkpoint" in args.hub_strategy:
+        msg = (
+            f"hub_strategy={args.hub_strategy.value!r} uploads the folder of one node, and with "
+            'save_on_each_node=True the checkpoint is on all nodes. Set hub_strategy="every_save"'
         )
     elif trainer.accelerator.dataloader_config.split_batches:
         msg = (
@@ -153,6 +162,7 @@ class TrainerBinding(TrainerCallback):
             save_in_progress=self._save_in_progress,
             shows_bars=self._shows_bars,
             remedy=fallback_remedy(self._options),
+            on_nodes=self._on_nodes,
         )
         AcceleratorBinding(state, self._options, loop).bind()
 
@@ -168,6 +178,8 @@ class TrainerBinding(TrainerCallback):
         trainer = self._trainer
         place = _place_of_folder(self._class.train.__get__(trainer))
         asked = args[place] if place < len(args) else kwargs.get(_FOLDER)
+        if trainer.args.save_on_each_node:
+            asked = join_nodes(asked, trainer.args, self._options)
         if asked is True or (asked and isinstance(asked, (str, os.PathLike))):
             folder = self._folder_for(None if asked is True else Path(asked))
             if place < len(args):
@@ -190,8 +202,12 @@ class TrainerBinding(TrainerCallback):
                 ranks.
             CheckpointNotFoundError: none is intact.
         """
-        series = Path(self._trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-")
-        folder = resume_folder(asked, series, _checkpoints_of, self._options)
+        args = self._trainer.args
+        series = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-")
+        if args.save_on_each_node and (asked is None or is_folder_of_nodes(asked, args)):
+            folder = folder_on_nodes(asked, args, self._options)
+        else:
+            folder = resume_folder(asked, series, _checkpoints_of, self._options)
         if folder is None:
             msg = (
                 f"No valid checkpoint found in output directory ({series.parent}): it has no "
@@ -204,7 +220,9 @@ class TrainerBinding(TrainerCallback):
         """Save a folder of the run: only repeats within it are skipped."""
         self._save = object()
         try:
-            self._class._save_checkpoint(self._trainer, *args, **kwargs)
+            on_nodes = self._trainer.args.save_on_each_node
+            with saving_last(self._trainer.model_wrapped) if on_nodes else nullcontext():
+                self._class._save_checkpoint(self._trainer, *args, **kwargs)
         finally:
             self._save = None
 
@@ -237,6 +255,12 @@ class TrainerBinding(TrainerCallback):
 
     def _shows_bars(self) -> bool:
         return (trainer := self._trainer) is None or not trainer.args.disable_tqdm
+
+    def _on_nodes(self, folder: Path) -> OnNodes | None:
+        trainer = self._trainer
+        if trainer is None or not is_folder_of_nodes(folder, trainer.args):
+            return None
+        return checkpoint_on_nodes(folder, trainer.args, trainer.state)
 
     def _save_in_progress(self) -> object:
         return self._save

@@ -39,6 +39,7 @@ CAME = RACES + "test_a_directory_with_a_new_file_is_kept"
 
 NODES = "tests/storage/test_node_store.py::"
 ON_NODES = NODES + "test_files_of_users_stay"
+OF_TRAINERS = "tests/integrations/test_node_folders.py::test_a_lost_node_costs_no_step"
 UNFINISHED = NODES + "TestFolder::test_what_was_being_written_is_removed"
 
 PLACES: dict[tuple[str, str, str], str] = {
@@ -134,6 +135,8 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("storage/node_files.py", "end_parts", "os.rename"): ON_NODES,
     ("storage/node_files.py", "locked", "os.O_WRONLY"): ON_NODES,
     ("storage/node_files.py", "unmark", "path.unlink"): ON_NODES,
+    ("integrations/engines.py", "save", "self._manager.remove"): OF_TRAINERS,
+    ("integrations/node_folders.py", "_mark", "(folder / _MARK).symlink_to"): OF_TRAINERS,
     # -- links
     ("trainer/checkpoint_io.py", "_link", "self._manager.link"): (
         LINKS + "test_a_link_does_not_replace_foreign_files"

@@ -1,0 +1,229 @@
+"""A Trainer whose nodes have an ``output_dir`` each continues exactly when nodes are lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.nodes import Nodes, needs_mounts
+from tests.support.outcome import error_text
+from tests.support.ranks import ForkServer, Pools
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers.trainer_utils import get_last_checkpoint
+
+from tests.integrations._hf_programs import (
+    Run,
+    StoppedError,
+    TrainerCase,
+    close,
+    failure_of,
+    library_warnings,
+    make_trainer,
+    push,
+    train,
+)
+from tests.integrations.test_trainer import assert_continues, assert_equal
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, fork_server: ForkServer, hf_ranks: Pools) -> Nodes:
+    needs_mounts()
+    return Nodes(tmp_path, fork_server)
+
+
+@pytest.fixture(scope="module")
+def whole(hf_ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run of eight steps that was not interrupted, on a shared disk."""
+    folder = tmp_path_factory.mktemp("whole")
+    return hf_ranks.run(2, partial(train, case_in(folder, state_at=(5,))))[0]
+
+
+def case_in(folder: Path, args: dict[str, Any] | None = None, **case: Any) -> TrainerCase:
+    given = {"num_train_epochs": 1, **(args or {})}
+    return TrainerCase(str(folder / "out"), dropout=0.1, args=given, **case)
+
+
+def case_on(nodes: Nodes, args: dict[str, Any] | None = None, **case: Any) -> TrainerCase:
+    return case_in(nodes.mounted, {"save_on_each_node": True, **(args or {})}, **case)
+
+
+@dataclass(frozen=True)
+class OnNodes:
+    """A call in each rank, with its number on its node."""
+
+    case: TrainerCase
+    local_ranks: tuple[int, ...] = ()
+    """Those of all ranks; empty: each is alone on its node."""
+    call: Callable[[TrainerCase], Any] = field(default=train)
+
+    def __call__(self) -> Any:
+        local = self.local_ranks[int(os.environ["RANK"])] if self.local_ranks else 0
+        os.environ["LOCAL_RANK"] = str(local)
+        return self.call(self.case)
+
+
+def saved(nodes: Nodes, node: int) -> list[str]:
+    return sorted(path.parent.name for path in nodes.disk(node).glob("out/_nodes/*/manifest.json"))
+
+
+@pytest.mark.essential
+def test_a_lost_node_costs_no_step(nodes: Nodes, whole: Run) -> None:
+    """Also rank 0's, with a new node in its place. The user's own files stay."""
+    limit = {"save_total_limit": 1}
+    with nodes.world(0, 1) as run:
+        run(OnNodes(case_on(nodes, limit, stop_at=5)))
+    assert saved(nodes, 0) == saved(nodes, 1) == ["checkpoint-5"]
+    nodes.lose(0)
+    out = nodes.disk(1) / "out"
+    users = [out / "_nodes" / "checkpoint-5" / "notes.txt", out / "checkpoint-8" / "global_step"]
+    for file in users:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    with nodes.world(2, 1) as run:
+        resumed, *_ = run(OnNodes(case_on(nodes, limit, resume=True)))
+    assert_equal(resumed.first_state, whole.states[5])
+    assert_continues(resumed, whole, range(6, 9))
+    assert resumed.draws[6] == whole.draws[6]
+    for node in (1, 2):
+        assert saved(nodes, node) == ["checkpoint-8"]
+        folders = nodes.disk(node).joinpath("out").glob("checkpoint-*")
+        assert [path.name for path in folders] == ["checkpoint-8"]
+    assert all(file.is_file() for file in users)
+
+
+def train_as_scripts_do(case: TrainerCase) -> Run:
+    """Resume from the last folder that this node has."""
+    run, folder = Run(), Path(case.output_dir)
+    with library_warnings() as run.warnings:
+        trainer = make_trainer(case, run)
+        found = get_last_checkpoint(case.output_dir) if folder.is_dir() else None
+        with suppress(StoppedError):
+            trainer.train(resume_from_checkpoint=found)
+        close(trainer)
+    return run
+
+
+@pytest.mark.long
+def test_a_new_node_has_no_last_folder(nodes: Nodes, whole: Run) -> None:
+    with nodes.world(0, 1) as run:
+        run(OnNodes(case_on(nodes, stop_at=5), call=train_as_scripts_do))
+    with nodes.world(1, 2) as run:
+        resumed, *_ = run(OnNodes(case_on(nodes), call=train_as_scripts_do))
+    assert_continues(resumed, whole, range(6, 9))
+    differs = f"(None, {nodes.mounted}/out/checkpoint-5)"
+    assert [differs in line for line in resumed.warnings].count(True) == 1
+
+
+@pytest.mark.long
+def test_fewer_and_more_nodes(
+    nodes: Nodes, hf_ranks: Pools, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also several ranks on a node, and nodes whose ranks were others before.
+
+    The state is that of ranks on a shared disk; dropout depends on their number.
+    """
+    shared = tmp_path_factory.mktemp("shared")
+    args = {"save_steps": 2}
+    steps = ((3, None, 2, (0, 0, 1), (0, 1, 0)), (1, 2, 4, (1,), (0,)), (2, 4, None, (2, 1), ()))
+    for world, resume, stop, on, local_ranks in steps:
+        more = {"resume": bool(resume), "stop_at": stop, "state_at": (4,)}
+        wanted = hf_ranks.run(world, partial(train, case_in(shared, args, **more)))[0]
+        with nodes.world(*on) as run:
+            found = run(OnNodes(case_on(nodes, args, **more), local_ranks))[0]
+        assert found.first_state.keys() == wanted.first_state.keys()
+        if resume:
+            assert_equal(found.first_state, wanted.first_state)
+        assert found.samples == wanted.samples
+        assert found.losses == wanted.losses
+        assert found.draws == wanted.draws
+    assert saved(nodes, 2) == saved(nodes, 1) == [f"checkpoint-{step}" for step in (2, 4, 6, 8)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_best_model_is_loaded_on_a_new_node(
+    nodes: Nodes, tmp_path: Path, hf_ranks: Pools, *, async_save: bool
+) -> None:
+    """It is kept although ``save_total_limit`` would delete it, and is not on the node's disk."""
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,  # The first one is the best.
+        "save_total_limit": 3,
+    }
+    case: dict[str, Any] = {"evaluate": True, "options": {"async_save": async_save}}
+    wanted = hf_ranks.run(2, partial(train, case_in(tmp_path, args, **case)))[0]
+    with nodes.world(0, 1) as run:
+        run(OnNodes(case_on(nodes, args, stop_at=4, **case)))
+    nodes.lose(0)
+    with nodes.world(2, 1) as run:
+        found = run(OnNodes(case_on(nodes, args, resume=True, **case)))[0]
+    assert_equal(found.states[-1], wanted.states[-1])
+    kept = ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
+    assert saved(nodes, 1) == saved(nodes, 2) == kept
+
+
+@pytest.mark.long
+def test_lost_files_are_named(nodes: Nodes, whole: Run) -> None:
+    """With two of three nodes lost, nothing starts at step 0; a shared checkpoint can be passed."""
+    case = case_on(nodes, stop_at=5)
+    with nodes.world(0, 1, 2) as run:
+        run(OnNodes(case))
+    nodes.lose(1, 2)
+    with nodes.world(0, 1) as run:
+        for error in run(OnNodes(case_on(nodes, resume=True), call=failure_of)):
+            assert error.startswith("CheckpointNotFoundError: ")
+            assert f"node://{nodes.mounted}/out/_nodes/checkpoint-5 is incomplete: " in error
+            assert "missing: disk-1 (now with a new folder), disk-2" in error
+
+
+@pytest.mark.long
+def test_a_damaged_checkpoint_is_left_out_with_fallback(nodes: Nodes) -> None:
+    args = {"save_steps": 2}
+    with nodes.world(0, 1) as run:
+        run(OnNodes(case_on(nodes, args, stop_at=5)))
+        for node in (0, 1):
+            for file in nodes.disk(node).glob("out/_nodes/checkpoint-4/**/*optim_states.pt"):
+                file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    case: dict[str, Any] = {"resume": True, "options": {"fallback": True}}
+    with nodes.world(1, 0) as run:
+        resumed = run(OnNodes(case_on(nodes, args, **case)))[0]
+    assert min(resumed.samples) == 3
+    assert any("_nodes/checkpoint-2, because " in line for line in resumed.warnings)
+
+
+def error_of_push(case: TrainerCase) -> str:
+    return error_text(lambda: push(case))
+
+
+@pytest.mark.long
+def test_an_upload_of_checkpoints_is_refused(nodes: Nodes) -> None:
+    """It would contain a part of the state only."""
+    case = case_on(nodes, {"push_to_hub": True, "hub_strategy": "all_checkpoints"})
+    with nodes.world(0, 1) as run:
+        for error in run(OnNodes(case, call=error_of_push)):
+            assert "hub_strategy='all_checkpoints' uploads the folder of one node" in error
+
+
+@pytest.mark.long
+def test_a_folder_that_nodes_share_is_refused(nodes: Nodes, tmp_path: Path) -> None:
+    case = case_in(tmp_path, {"save_on_each_node": True})
+    with nodes.world(0, 1) as run:
+        for error in run(OnNodes(case, call=failure_of)):
+            assert "is one folder that disk-0 and disk-1 share" in error
+            assert "save_on_each_node=False" in error
