@@ -78,28 +78,31 @@ LOOKS_PER_FILE, OTHER_LOOKS = 5, 50
 """Status calls of rank 0 for each file that it replaces, and for everything else together."""
 
 
+@pytest.mark.parametrize(("stage", "own_files"), [(2, 1), (3, 2)])
 def test_fixed_costs_of_agreements_syncs_and_files(
-    measured: Callable[..., list[dict[str, Any]]], tmp_path: Path
+    stage: int,
+    own_files: int,
+    measured: Callable[..., list[dict[str, Any]]],
+    tmp_path: Path,
 ) -> None:
     """Each costs milliseconds or a round trip, even for a small state."""
-    for stage, own_files in ((2, 1), (3, 2)):
-        path = tmp_path / f"{stage}.ckpt"
-        of_ranks = measured(operations, 3, stage, path)
-        files = sum(1 for file in path.rglob("*") if file.is_file())
-        for rank, found in enumerate(of_ranks):
-            (saved, _), (loaded, opened) = found["save"], found["load"]
-            assert 0 < saved["agreements"] <= SAVE_AGREEMENTS
-            assert 0 < loaded["agreements"] <= LOAD_AGREEMENTS
-            assert "syncs" not in loaded
-            written = 2 * (own_files if rank else 2)  # each with its checksums
-            assert written <= saved["syncs"] <= written + (0 if rank else RANK_0_SYNCS)
-            assert saved["looks"] >= (0 if rank else files)
-            assert saved["looks"] <= (10 if rank else LOOKS_PER_FILE * files + OTHER_LOOKS)
-            if rank:
-                shard = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-                model = "mp_rank_00_model_states.pt"
-                model = f"zero_pp_rank_0_{model}" if stage == 3 else model
-                read = (shard, f"{shard}.sums", model, f"{model}.sums")
-                # The manifest first, up to the size of a link that was copied from a store.
-                marks = ("manifest.json", "manifest.json", "latest")
-                assert sorted(opened) == sorted((*read, *marks))
+    path = tmp_path / f"{stage}.ckpt"
+    of_ranks = measured(operations, 3, stage, path)
+    files = sum(1 for file in path.rglob("*") if file.is_file())
+    for rank, found in enumerate(of_ranks):
+        (saved, _), (loaded, opened) = found["save"], found["load"]
+        assert 0 < saved["agreements"] <= SAVE_AGREEMENTS
+        assert 0 < loaded["agreements"] <= LOAD_AGREEMENTS
+        assert "syncs" not in loaded
+        written = 2 * (own_files if rank else 2)  # each with its checksums
+        assert written <= saved["syncs"] <= written + (0 if rank else RANK_0_SYNCS)
+        assert saved["looks"] >= (0 if rank else files)
+        assert saved["looks"] <= (10 if rank else LOOKS_PER_FILE * files + OTHER_LOOKS)
+        if rank:
+            shard = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            model = "mp_rank_00_model_states.pt"
+            model = f"zero_pp_rank_0_{model}" if stage == 3 else model
+            read = (shard, f"{shard}.sums", model, f"{model}.sums")
+            # The manifest first, up to the size of a link that was copied from a store.
+            marks = ("manifest.json", "manifest.json", "latest")
+            assert sorted(opened) == sorted((*read, *marks))

@@ -36,7 +36,6 @@ class KillAfterStep(Callback):
             time.sleep(0.01)
         # gloo has then seen its sockets close. Rank 0 continues first: its broadcast fails before
         # it is sent, so no rank will ever receive it.
-        # is not on its way yet when that fails, and nobody will ever receive it.
         time.sleep(0.5 if self.job.rank == 0 else 1.5)
 
 

@@ -30,6 +30,8 @@ from tests.support.processes import PROMPT_TIMEOUT_S, free_port
 from tests.support.ranks import ForkServer
 from tests.support.small_checkpoints import contents, fill
 
+LONG = pytest.mark.long
+
 
 class Runs:
     """Successive worlds on nodes, whose notes say what was acknowledged."""
@@ -93,11 +95,16 @@ def runs(tmp_path: Path, fork_server: ForkServer) -> Runs:
     return Runs(tmp_path, fork_server)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_killed_rank_loses_no_acknowledged_save(runs: Runs, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "parts"),
+    [(0, (0.6,)), *(pytest.param(rank, (0.25, 0.6, 0.9), marks=LONG) for rank in range(2))],
+)
+def test_a_killed_rank_loses_no_acknowledged_save(
+    runs: Runs, rank: int, parts: tuple[float, ...]
+) -> None:
     """Its node is lost with it, and returns empty."""
     calls = runs.run(0, 1)[rank]["calls"]
-    for part in (0.25, 0.6, 0.9):
+    for part in parts:
         runs.run(0, 1, kills=rank, at_call=int(calls * part))
         runs.nodes.lose(rank)
         runs.check(1, 0)
@@ -130,16 +137,18 @@ def test_inspect_tells_files_of_other_nodes_from_missing_ones(runs: Runs) -> Non
     assert f" {len(report.elsewhere)} of {len(report.files)} files: " in line
 
 
-def test_a_restart_on_empty_nodes_warns(runs: Runs) -> None:
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("TORCHELASTIC_RESTART_COUNT", marks=LONG), "JOBSET_RESTART_ATTEMPT"]
+)
+def test_a_restart_on_empty_nodes_warns(runs: Runs, launcher: str) -> None:
     """Once, on rank 0, also if only another rank's launcher knows of it."""
     warning = "none of the nodes here (disk-0, disk-1) has a checkpoint. The job was restarted"
     runs.run(0, 1)
     assert warning not in "".join(runs.errors)
-    for launcher in ("TORCHELASTIC_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"):
-        runs.nodes.lose(0, 1)
-        notes = runs.run(0, 1, restarted={1: launcher})
-        assert [note["resumed"] for note in notes] == [0, 0]
-        assert [error.count(warning) for error in runs.errors] == [1, 0]
+    runs.nodes.lose(0, 1)
+    notes = runs.run(0, 1, restarted={1: launcher})
+    assert [note["resumed"] for note in notes] == [0, 0]
+    assert [error.count(warning) for error in runs.errors] == [1, 0]
 
 
 def test_an_older_checkpoint_than_that_of_lost_nodes_is_named(runs: Runs) -> None:
@@ -191,6 +200,7 @@ def test_containers_that_share_a_folder_are_one_node(runs: Runs) -> None:
     runs.check(0, 1)
 
 
+@pytest.mark.long
 def test_a_missing_node_is_named_if_all_have_the_same_host_name(runs: Runs) -> None:
     """Its ranks had other numbers."""
     runs.run(0, 1, 2, host="gpu")
@@ -221,6 +231,7 @@ def test_a_copy_that_a_read_has_found_to_be_damaged_is_replaced(runs: Runs) -> N
     assert "do not match their checksum" not in runs.errors[0]
 
 
+@pytest.mark.long
 def test_a_node_without_room_refuses_a_save_before_it_is_written(runs: Runs) -> None:
     """The state of both ranks is needed on each node."""
     runs.run(0, 1, steps=1)
@@ -235,7 +246,9 @@ def test_a_node_without_room_refuses_a_save_before_it_is_written(runs: Runs) -> 
     runs.check(0, 1)
 
 
-@pytest.mark.parametrize("nodes", [(0,), (0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "nodes", [pytest.param((0,), marks=LONG), pytest.param((0, 1), marks=LONG), (1, 0)]
+)
 def test_checkpoints_of_others_in_the_folder_are_refused(
     runs: Runs, nodes: tuple[int, ...]
 ) -> None:
@@ -283,7 +296,7 @@ def test_a_loopback_address_of_one_of_several_machines_is_refused(
         nodes_module._own_address(replace(alone, boots=("one", "other")))
 
 
-@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize("damaged", [0, pytest.param(1, marks=LONG)])
 def test_a_damaged_name_is_replaced_by_an_intact_one(runs: Runs, damaged: int) -> None:
     runs.run(0, 1)
     name = runs.nodes.path(damaged, f"step-{runs.saved}/manifest.json")

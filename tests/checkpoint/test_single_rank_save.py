@@ -14,7 +14,7 @@ from tests.support.ranks import Pools
 pytestmark = pytest.mark.engine
 
 SETUP = EngineCase(2, "2")
-ALONE_S, TOGETHER_S = 3, 30
+ALONE_S, TOGETHER_S = 1, 30
 
 
 class _TimeIsUpError(Exception):

@@ -172,7 +172,7 @@ def held_up(job: Job) -> None:
         )
         ranks.run_all("meet", lambda: None)
         if job.rank == rank:
-            ranks._thread._commands.put(lambda: time.sleep(4.0))
+            ranks._thread._commands.put(lambda: time.sleep(2.5))
         with captured_log("lightning_elastic_zero.coordination.client") as lines:
             note = attempt(lambda: ranks.all_gather("write", lambda: job.rank))  # noqa: B023
         job.note(f"held {rank}", {**note, "log": lines})
@@ -360,10 +360,10 @@ def test_a_delayed_thread_is_waited_for(living: list[RankResult]) -> None:
     for rank in (2, 0):
         found = notes(living, f"held {rank}")
         assert [note.get("value") for note in found] == [list(range(WORLD))] * WORLD, found
-        assert min(note["seconds"] for note in found) > 3.0
+        assert min(note["seconds"] for note in found) > 2.0
     (line,) = notes(living, "held 2")[2]["log"]
     assert "rank 2: the coordination thread was not scheduled" in line
-    assert "time.sleep(4.0)" in line, "the position of the thread is missing"
+    assert "time.sleep(2.5)" in line, "the position of the thread is missing"
 
 
 def test_a_process_has_one_connection_besides_torchs(living: list[RankResult]) -> None:

@@ -37,6 +37,7 @@ def endpoint() -> str:
     return f"http://127.0.0.1:{free_port()}"
 
 
+@pytest.mark.long
 def test_the_requests_of_an_outage_share_one_time_limit(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +127,7 @@ def error_with_credentials(plan: FitCase, of_ranks: Sequence[Mapping[str, str]])
     return with_environment(of_ranks[distributed.get_rank()], partial(error_of, plan))
 
 
+@pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.parametrize("wrong", [(0, 1), (1,)], ids=["all ranks", "one rank"])
 def test_wrong_credentials_are_named_on_all_ranks(

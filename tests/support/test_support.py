@@ -64,6 +64,7 @@ print(calls)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the slow disk replaces functions of glibc")
 @pytest.mark.parametrize("method", ["write", "copy"])
 def test_no_call_waits_for_much_of_a_slow_disk(method: str, tmp_path: Path) -> None:
