@@ -76,14 +76,17 @@ ENABLED = {name: tuple(option in name for option in OPTIONS) for name in (*CAPTU
 
 @pytest.mark.parametrize("other", [*OTHERS, "fused capturable"])
 @pytest.mark.parametrize("saves", [True, False], ids=["saved by it", "loaded by it"])
+@pytest.mark.parametrize("steps_before", [0, 1])
 def test_a_capturable_optimizer_is_restored_on_other_devices_and_stages(
-    other: str, saves: bool, pools: Pools, saved_by: Callable[..., Saved]
+    steps_before: int,
+    other: str,
+    saves: bool,
+    pools: Pools,
+    saved_by: Callable[..., Saved],
 ) -> None:
     others = EngineCase(3, "3", optimizer=other, sub_group=700)
     source, target = (FUSED, others) if saves else (others, FUSED)
-    saved = saved_by(source)
-    for steps in (0, 1):
-        assert_restored(pools.run, target, saved, steps_before=steps)
+    assert_restored(pools.run, target, saved_by(source), steps_before=steps_before)
 
 
 @pytest.mark.long

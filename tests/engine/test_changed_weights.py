@@ -140,7 +140,6 @@ def expected(saved: Saved, target: EngineCase) -> Dump:
     return expected_in(held, saved.setup, target) | weights
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("of", CHANGES, ids=str)
 def test_a_resume_restores_masters_and_weights_and_continues_bit_for_bit(
     of: Change, pools: Pools, tmp_path: Path
@@ -175,7 +174,6 @@ def saved_state_of_ranks(setup: EngineCase, folder: str) -> list[list[str]]:
     return [json.loads((path / "manifest.json").read_text())["rank_state"] for path in paths]
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "setup",
     [
@@ -242,7 +240,7 @@ def changed(
     return saved
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "target",
     [

@@ -56,6 +56,7 @@ def after_load(
         return numbers(engine), [text for text in texts if "loss scale" in text]
 
 
+@pytest.mark.long
 def test_the_hysteresis_is_reset_after_stage_0(
     pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:

@@ -225,6 +225,7 @@ def torchs_muon(world: int, precision: str = "fp32") -> EngineCase:
     return EngineCase(world, "0", precision, optimizer=name, grouping="one", net=only_matrices)
 
 
+@pytest.mark.long
 @NEEDS_TORCHS_MUON
 @pytest.mark.parametrize(
     ("source", "target"),

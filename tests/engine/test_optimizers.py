@@ -334,6 +334,7 @@ def test_scalars_of_a_ranks_part_are_restored_on_it(pools: Pools, tmp_path: Path
     assert [len(warned) for _, warned in moved] == [1, 0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setup", "target"),
     [

@@ -46,12 +46,17 @@ def test_the_same_world_continues_bit_for_bit(
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (EngineCase(2, "2"), EngineCase(3, "2")),
-        (EngineCase(4, "3", sub_group=700), EngineCase(2, "3", sub_group=700)),
         (EngineCase(3, "1", "bf16"), EngineCase(1, "3", "bf16")),
-        (EngineCase(2, "0"), EngineCase(3, "0")),
-        (EngineCase(3, "0"), EngineCase(2, "1")),
-        (EngineCase(2, "3"), EngineCase(3, "0")),
+        *(
+            pytest.param(*pair, marks=pytest.mark.long)
+            for pair in [
+                (EngineCase(2, "2"), EngineCase(3, "2")),
+                (EngineCase(4, "3", sub_group=700), EngineCase(2, "3", sub_group=700)),
+                (EngineCase(2, "0"), EngineCase(3, "0")),
+                (EngineCase(3, "0"), EngineCase(2, "1")),
+                (EngineCase(2, "3"), EngineCase(3, "0")),
+            ]
+        ),
     ],
     ids=str,
 )
