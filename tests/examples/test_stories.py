@@ -169,13 +169,9 @@ STORIES: dict[str, Callable[[Path, str], None]] = {
     "i-want-the-weights-out.md": check_weights,
 }
 
-FIRST = "getting-started.md"
 
-
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=() if page == FIRST else pytest.mark.long) for page in STORIES],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("page", STORIES)
 def test_a_story_runs_unchanged(page: str, fork_server: ForkServer, tmp_path: Path) -> None:
     """Every block of the page succeeds, and its claims hold."""
     folder = tmp_path / "story"

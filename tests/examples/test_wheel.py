@@ -16,6 +16,8 @@ from packaging.utils import canonicalize_name
 
 from tests.support.processes import output_of
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 NAME = "lightning-elastic-zero"
 PACKAGE = ROOT / "lightning_elastic_zero"
@@ -107,7 +109,6 @@ def empty_environment(folder: Path, wheel: Path) -> Path:
 
 
 @pytest.mark.engine
-@pytest.mark.long
 def test_the_code_of_the_description_runs_from_it(wheel: Path, tmp_path: Path) -> None:
     """The lines run on two devices, and again with another number, which resumes the run."""
     lines, *_ = CODE.findall((ROOT / "docs" / "description.md").read_text())

@@ -73,7 +73,13 @@ def run(pools: Pools, case: Case) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero2-ds0.16",
+        *(pytest.param(n, marks=pytest.mark.long) for n in STOCK if n != "zero2-ds0.16"),
+    ],
+)
 def test_a_stock_checkpoint_continues_as_its_writer_on_the_same_world(
     name: str, pools: Pools, unpacked: Unpack
 ) -> None:
@@ -84,6 +90,7 @@ def test_a_stock_checkpoint_continues_as_its_writer_on_the_same_world(
     outcome.compare_with_reference.assert_same(stateless=fixture.setup_steps == 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["zero1-ds0.19", "zero2-ds0.16", "zero3-ds0.19"])
 def test_another_order_of_sums_changes_losses_only(
     name: str, pools: Pools, unpacked: Unpack

@@ -95,6 +95,7 @@ def test_deepspeed_loads_zero_1_and_2_without_elastic_checkpoint(
     assert_restored(saved_by(setup, save_module_weights=True), setup, pools)
 
 
+@pytest.mark.long
 def test_a_run_continued_by_deepspeed_loads_from_either_save(
     pools: Pools, saved_by: Callable[..., Saved], tmp_path: Path
 ) -> None:
@@ -156,8 +157,8 @@ def shard_structures(checkpoint: str, *, sizes: bool) -> list[Structure]:
     ("name", "sizes"),
     [
         pytest.param("elastic3-pr8031", True, marks=pytest.mark.essential),
-        ("elastic3x4-pr8031", False),
-        ("elastic3-momentum-pr8031", False),
+        pytest.param("elastic3x4-pr8031", False, marks=pytest.mark.long),
+        pytest.param("elastic3-momentum-pr8031", False, marks=pytest.mark.long),
     ],
 )
 def test_zero_3_files_have_the_structure_of_pull_request_8031(

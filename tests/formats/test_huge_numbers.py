@@ -123,6 +123,7 @@ def test_narrower_masters_refuse_values_that_overflow(pools: Pools, tmp_path: Pa
     assert sum(int((v == torch.tensor(LARGE)).sum()) for v in held) == source.world
 
 
+@pytest.mark.long
 def test_a_momentum_that_overflows_in_the_gradients_type_is_refused(
     pools: Pools, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_missing_states_of_partial_offload_are_refused(pools: Pools, tmp_path: P
     assert "partial offload" in found.message
 
 
+@pytest.mark.long
 def test_muons_momentum_loads_from_zero_3_and_is_refused_in_zero_1_and_2(
     pools: Pools, tmp_path: Path
 ) -> None:

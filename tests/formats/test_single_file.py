@@ -316,6 +316,7 @@ def test_damaged_files_are_refused_by_path(
         assert path in found.message
 
 
+@pytest.mark.long
 def test_options_allow_pickle_tied_names_and_surplus(
     pools: Pools, run_of: Callable[[str], Run], tmp_path: Path
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_bare_state_dict_starts_a_new_run(
     assert not differences(_masters(fitted.truth()), _masters(before))
 
 
+@pytest.mark.long
 def test_a_dcp_directory_restores_weights_and_optimizer(pools: Pools, tmp_path: Path) -> None:
     """Loops start from the beginning."""
     run = Run(str(tmp_path / "alone"))

@@ -187,6 +187,7 @@ def test_an_evaluation_uses_the_average(
         assert_same(wanted, found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("write", "why"),
     [(write_stock, "does not save it"), (write_ours, "not created with WeightAveraging")],
