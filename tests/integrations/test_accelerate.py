@@ -61,6 +61,9 @@ def assert_continues(run: Run, reference: Run, steps: range) -> None:
     assert sorted(run.samples) == [*steps]
 
 
+QUICK = (2, 3, "cosine")
+"""Other tests use its whole run, too."""
+
 CASES = [
     (stage, world, schedule)
     for stage in (1, 2, 3)
@@ -69,7 +72,10 @@ CASES = [
 ] + [(2, 1, "sequential"), (2, 3, "plateau"), (2, 3, "multiplicative"), (2, 3, "chained")]
 
 
-@pytest.mark.parametrize(("stage", "world", "schedule"), CASES)
+@pytest.mark.parametrize(
+    ("stage", "world", "schedule"),
+    [QUICK, *(pytest.param(*case, marks=pytest.mark.long) for case in CASES if case != QUICK)],
+)
 def test_a_loop_continues_exactly_on_other_counts(
     stage: int, world: int, schedule: str, whole_loop: Reference, hf_ranks: Pools
 ) -> None:
@@ -126,6 +132,7 @@ def test_additional_ranks_draw_the_same_random_numbers(
     assert fresh[0].draws[-1] != runs[0].draws[-1]
 
 
+@pytest.mark.long
 def test_a_stock_folder_is_resumed(whole_loop: Reference, hf_ranks: Pools) -> None:
     """``pytorch_model`` by stock DeepSpeed is loaded on another count."""
     folder, (full_run, *_) = whole_loop(stage=2, schedule="cosine", bound=False)
@@ -136,6 +143,7 @@ def test_a_stock_folder_is_resumed(whole_loop: Reference, hf_ranks: Pools) -> No
     assert_continues(run, full_run, range(9, 13))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_loop_without_the_line_fails(world: int, whole_loop: Reference, hf_ranks: Pools) -> None:
     """Stock accelerate never trains on fresh weights from our folders."""
@@ -265,6 +273,7 @@ def test_a_scheduler_that_the_loop_steps_is_not_counted_by_ranks(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ends", [30, 5, 0])
 def test_a_schedule_of_deepspeed_keeps_its_length(
     ends: int, whole_loop: Reference, hf_ranks: Pools
@@ -363,7 +372,6 @@ def test_a_limit_of_folders_keeps_an_intact_one(
     assert found == kept[limit]
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("fallback", [False, True])
 def test_a_folder_that_one_rank_does_not_see_is_refused_on_all(
     fallback: bool, hf_ranks: Pools, tmp_path: Path
@@ -449,6 +457,7 @@ def test_saves_into_one_folder_are_not_mixed(
         assert "is of step 8, and accelerate's files" in failure
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", ["unfinished", "bytes"])
 def test_fallback_takes_the_folder_before(
     damage: str, whole_loop: Reference, hf_ranks: Pools, tmp_path: Path

@@ -64,6 +64,7 @@ def test_a_load_waits_for_the_background_save(hf_ranks: Pools, tmp_path: Path) -
     assert found == [({"step": 2}, 2)]
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_save_within_a_step_causes_a_warning(hf_ranks: Pools, tmp_path: Path) -> None:
     """Gradients are not saved; ``elastic`` warns once, ``save_checkpoint`` in each call."""
@@ -109,6 +110,7 @@ def test_a_folder_of_two_checkpoints_is_refused(hf_ranks: Pools, tmp_path: Path)
         assert "move *.pt" in failure
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_fallback_skips_a_folder_of_two_checkpoints(hf_ranks: Pools, tmp_path: Path) -> None:
     """A damaged checkpoint is not replaced by one into whose folder DeepSpeed has saved."""
@@ -130,6 +132,7 @@ def test_fallback_never_loads_another_engine(hf_ranks: Pools, tmp_path: Path) ->
             assert "fallback=True found no older intact checkpoint" in failure
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_long_saves_and_loads_show_bars(hf_ranks: Pools, tmp_path: Path) -> None:
     """On a terminal, on rank 0, as under Lightning."""

@@ -145,6 +145,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "world"), STAGES)
 def test_fabrics_own_strategy_fails_on_our_folders(
     stage: int, world: int, hf_ranks: Pools, tmp_path: Path
@@ -156,6 +157,7 @@ def test_fabrics_own_strategy_fails_on_our_folders(
     assert all(hf_ranks.run(world, partial(failure_of, case)))
 
 
+@pytest.mark.long
 def test_a_folder_that_fabric_saved_over_is_refused(hf_ranks: Pools, tmp_path: Path) -> None:
     """Even with ``fallback``, which must not choose an older checkpoint."""
     path = str(tmp_path / "saved")

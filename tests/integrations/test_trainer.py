@@ -170,7 +170,7 @@ def test_another_global_batch_is_refused(
     reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
     """Before the first step, with the settings that keep it. An option allows it."""
-    folder, _ = reference(stage=3)
+    folder, _ = reference(stage=2)
     copy = tmp_path / "run"
     shutil.copytree(folder, copy)
     case = TrainerCase(str(copy), resume=str(copy / "checkpoint-10"), micro=(2, 3))
@@ -264,6 +264,7 @@ def test_the_folder_before_is_taken(
     assert any("checkpoint-15" in warning for warning in run.warnings)
 
 
+@pytest.mark.long
 def test_a_folder_that_is_not_a_trainers_is_refused(
     reference: Reference, hf_ranks: Pools, tmp_path: Path
 ) -> None:
