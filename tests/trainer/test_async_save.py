@@ -54,7 +54,6 @@ def stats_of(actor: StepActor) -> CheckpointStats:
     return stats
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(("stage", "precision"), [(1, "32-true"), (2, "bf16-true"), (3, "32-true")])
 def test_a_background_save_equals_a_blocking_save(
     stage: int, precision: str, pools: Pools, tmp_path: Path

@@ -88,6 +88,7 @@ def tags(kind: str, names: set[str]) -> set[str]:
     return {f"checkpoint/{kind}_{name}" for name in names}
 
 
+@pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "behind"])
 def test_each_save_is_logged_once_at_its_step(
@@ -129,6 +130,7 @@ def test_a_load_is_logged_at_the_restored_step(pools: Pools, tmp_path: Path) -> 
     assert set(found["checkpoint/save_s"]) == {3, 4}
 
 
+@pytest.mark.long
 @pytest.mark.engine
 def test_a_failed_run_has_logged_its_published_saves(pools: Pools, tmp_path: Path) -> None:
     run = MonitoredFit(str(tmp_path), fails_at=2)

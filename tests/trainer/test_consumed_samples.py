@@ -112,9 +112,6 @@ SCENARIOS: dict[str, FitCase] = {
     ),
     "uneven": recorded(global_batch=11, strategy={"allow_uneven_batches": True}),
 }
-SOME_SCENARIOS = pytest.mark.cases(2)
-"""``make test`` runs two cases with few points, ``make test-long`` all cases and points."""
-
 OTHER_WORLDS = (1, 3, 4)
 
 SHORTER = {"some batches": 4, "a part of the batches": 4, "last batch dropped": 4}
@@ -178,7 +175,6 @@ def references(worlds: Pools, tmp_path_factory: pytest.TempPathFactory) -> Refer
     return References(worlds, tmp_path_factory)
 
 
-@SOME_SCENARIOS
 @pytest.mark.parametrize("points", ["drawn", *long("all")])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_same_world_continues_bit_for_bit(
@@ -211,7 +207,6 @@ def test_the_same_world_continues_bit_for_bit(
                 assert seen.drawn == expected.drawn, point
 
 
-@SOME_SCENARIOS
 @pytest.mark.parametrize("other", ["drawn", *long(*OTHER_WORLDS)])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_another_world_takes_the_same_steps_at_the_same_rates(

@@ -92,32 +92,35 @@ def test_resume_at_is_enough_to_position_data(
     assert world != 2 or seen.losses == from_step(reference.losses, 3)
 
 
-@pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
 def test_workers_begin_at_the_resumed_position(
-    persistent: bool, worlds: Pools, tmp_path: Path
+    world: int, persistent: bool, worlds: Pools, tmp_path: Path
 ) -> None:
     """Lightning starts the workers before `resume_at`; later epochs start at their first sample."""
     options = {"num_workers": 2, "persistent_workers": persistent}
     run = recorded(kind="seeks", length=48, batch_size=6, loader=options)
     saving, reference = saved(run, worlds, tmp_path)
-    for world in (1, 2):
-        assert_continued(worlds, world, saving, reference, AT, batch_size=12 // world)
+    assert_continued(worlds, world, saving, reference, AT, batch_size=12 // world)
 
 
-def test_items_that_are_batches_are_consumed_once(worlds: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("source", "point", "done"), [(1, "step 0.4", 4), (2, "step 0.3", 6)])
+def test_items_that_are_batches_are_consumed_once(
+    source: int, point: str, done: int, worlds: Pools, tmp_path: Path
+) -> None:
     """With batch_size=None, positions are counted in items."""
     run = recorded(kind="items", length=48, global_batch=None, epochs=1)
-    for source, point, done in ((1, "step 0.4", 4), (2, "step 0.3", 6)):
-        saving, reference = saved(run, worlds, tmp_path / f"{source}", point, world=source)
-        before = [i for step in range(done // source) for i in reference.steps[step]]
-        for world in (1, 2, 4):
-            seen = record(worlds, world, saving.resumed(point))
-            after = [i for ids in seen.steps.values() for i in ids]
-            repeated = done % world  # The position is rounded down to a step.
-            assert len(before) + len(after) == 4 * (12 + repeated)
-            assert set(before) | set(after) == set(range(48))
+    saving, reference = saved(run, worlds, tmp_path, point, world=source)
+    before = [i for step in range(done // source) for i in reference.steps[step]]
+    for world in (1, 2, 4):
+        seen = record(worlds, world, saving.resumed(point))
+        after = [i for ids in seen.steps.values() for i in ids]
+        repeated = done % world  # The position is rounded down to a step.
+        assert len(before) + len(after) == 4 * (12 + repeated)
+        assert set(before) | set(after) == set(range(48))
 
 
+@pytest.mark.long
 def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) -> None:
     run = recorded(kind="items", length=48, global_batch=16, epochs=1)
     assert_refused(worlds, 2, run, "UnsupportedError", "logging_batch_size_per_gpu")
@@ -127,6 +130,7 @@ def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) 
     assert_refused(worlds, 3, replace(sized, global_batch=6), "UnsupportedError", *texts)
 
 
+@pytest.mark.long
 def test_batches_of_a_batch_sampler_as_sampler_are_not_split(worlds: Pools, tmp_path: Path) -> None:
     run = recorded(kind="batch sampler as sampler", length=48, global_batch=12, epochs=1)
     error = "UnsupportedError: global_batch_size=12 on 2 devices"
@@ -160,18 +164,23 @@ def test_each_of_several_loaders_resumes_at_its_position(
 
 @pytest.mark.parametrize("suffix", ["", ", once"])
 @pytest.mark.parametrize("global_batch", [None, 8])
+@pytest.mark.parametrize("points", [(1, 4), pytest.param((1, 2, 4, 5), marks=pytest.mark.long)])
 def test_a_loader_that_ends_within_a_step_resumes_there(
-    global_batch: int | None, suffix: str, worlds: Pools, tmp_path: Path
+    points: tuple[int, ...],
+    global_batch: int | None,
+    suffix: str,
+    worlds: Pools,
+    tmp_path: Path,
 ) -> None:
     trainer = {"use_distributed_sampler": False}
     kind = f"a shorter batch sampler{suffix}"
     run = recorded(kind=kind, length=48, global_batch=global_batch, epochs=2)
     run = replace(run, trainer=trainer | ({} if global_batch else {"accumulate_grad_batches": 2}))
-    points = {f"step 0.{steps}": steps for steps in (1, 2, 4, 5)}
-    saving, reference = saved(run, worlds, tmp_path, *points)
+    at = {f"step 0.{steps}": steps for steps in points}
+    saving, reference = saved(run, worlds, tmp_path, *at)
     assert reference.global_step == 12
-    first, last = (dict(each) for each in (list(points.items())[::3], list(points.items())[1:3]))
-    for world, size, some in ((2, 2, points), (1, 4, first), (1, 2, last)):
+    first, last = (dict(each) for each in (list(at.items())[::2], list(at.items())[1::2]))
+    for world, size, some in ((2, 2, at), (1, 4, first), (1, 2, last)):
         if size * world == 4 or global_batch is not None:
             assert_continued(worlds, world, saving, reference, some, batch_size=size)
 
@@ -187,7 +196,8 @@ def test_a_stream_that_has_restarted_is_refused(worlds: Pools, tmp_path: Path) -
 @pytest.mark.parametrize("last", [True, "link"])
 def test_a_refused_resume_replaces_no_checkpoint(last: Any, worlds: Pools, tmp_path: Path) -> None:
     """A save during the exception would contain the loaded step and unrestored data."""
-    saving, whole = saved(recorded(kind="stateful", length=60), worlds, tmp_path)
+    run = recorded(kind="stateful", length=60, epochs=1)
+    saving, whole = saved(run, worlds, tmp_path)
     saving_in_exceptions = (
         partial(
             ModelCheckpoint,
@@ -219,7 +229,8 @@ class SavesAtStart(Callback):
 
 
 def test_a_save_before_a_run_has_resumed_is_refused(worlds: Pools, tmp_path: Path) -> None:
-    run = recorded(dropout=0.2, callbacks=(partial(SavesAtStart, str(tmp_path / "start.ckpt")),))
+    saves = partial(SavesAtStart, str(tmp_path / "start.ckpt"))
+    run = recorded(epochs=1, dropout=0.2, callbacks=(saves,))
     saving, whole = saved(run, worlds, tmp_path)
     resumed = saving.resumed(SAVE)
     assert_refused(worlds, 2, resumed, "UnsupportedError", "in on_train_start of a resumed run")
@@ -239,7 +250,8 @@ def test_a_batch_that_lightning_has_prefetched_is_trained_on_once(
     kind: str, point: str, begin: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """A loader's own state is that of the last step; at the end of an epoch, the epoch is done."""
-    saving, reference = saved(recorded(kind=kind, length=60), worlds, tmp_path, point)
+    run = recorded(kind=kind, length=60, batch_size=3)
+    saving, reference = saved(run, worlds, tmp_path, point)
     assert len(reference.steps) == 10
     for seen in worlds.run(2, partial(fit, saving.resumed(point))):
         assert seen.steps == from_step(reference.steps, begin)
@@ -274,7 +286,8 @@ SAVE_LATER = "step 1.2"
 def test_a_samplers_own_generators_continue_their_order(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    saving, reference = saved(recorded(kind=kind), worlds, tmp_path, SAVE_LATER)
+    run = recorded(kind=kind, batch_size=3)
+    saving, reference = saved(run, worlds, tmp_path, SAVE_LATER)
     assert reference.steps[0] != reference.steps[5]  # The epochs have different orders.
     assert_continued(worlds, world, saving, reference, {SAVE_LATER: 7})
 

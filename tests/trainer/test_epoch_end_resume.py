@@ -28,14 +28,16 @@ RUN = recorded(
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["counting", "counting, sized", "counting, batches"])
+@pytest.mark.parametrize("point", POINTS)
 def test_positioned_data_yield_each_epoch_once(
-    kind: str, world: int, worlds: Pools, tmp_path: Path
+    point: str, kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    run = replace(RUN, kind=kind, root=str(tmp_path))
+    run = replace(RUN, kind=kind, save=(point,), root=str(tmp_path))
     reference = record(worlds, 2, run)
     # All epochs have different orders.
     assert len({tuple(reference.steps[step]) for step in range(0, 20, 5)}) == 4
-    assert_continued(worlds, world, run, reference, POINTS, batch_size=12 // world)
+    begin = {point: POINTS[point]}
+    assert_continued(worlds, world, run, reference, begin, batch_size=12 // world)
 
 
 @pytest.mark.long
@@ -66,6 +68,7 @@ def test_torchdatas_loader_starts_the_next_epoch_after_a_limited_one(
     assert_continued(worlds, 2, run, record(worlds, 2, run), points)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("other", ["shorter", "longer"])
 def test_torchdatas_loader_restarts_when_another_loader_ends_the_epoch(
     other: str, worlds: Pools, tmp_path: Path
@@ -144,6 +147,7 @@ def test_a_batch_that_was_fetched_ahead_repeats_its_random_numbers(
         assert seen.drawn == reference.drawn
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["validating 6", "validated 3", "step 0.5"])
 def test_workers_of_a_validation_repeat_their_random_numbers(
     end: str, worlds: Pools, tmp_path: Path
@@ -160,6 +164,7 @@ def test_workers_of_a_validation_repeat_their_random_numbers(
     assert seen.validated == from_step(reference.validated, 4)
 
 
+@pytest.mark.long
 def test_persistent_workers_cause_one_warning(worlds: Pools, tmp_path: Path) -> None:
     """Their random numbers continue over epochs, but restart after a resume."""
     options = {"num_workers": 1, "persistent_workers": True}

@@ -33,15 +33,24 @@ SEED_POINTS = {"inside 0.3": 3, "step 1.3": 7, "epoch 0": 4, "inside 2.0": 8, "s
 
 @pytest.mark.parametrize(("world", "size"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("kind", ["size", "size of a stream"])
+@pytest.mark.parametrize(
+    "points", [("step 1.3",), pytest.param((*SIZE_POINTS,), marks=pytest.mark.long)]
+)
 def test_a_batch_size_by_epoch_skips_and_repeats_no_sample(
-    kind: str, world: int, size: int, worlds: Pools, tmp_path: Path
+    points: tuple[str, ...],
+    kind: str,
+    world: int,
+    size: int,
+    worlds: Pools,
+    tmp_path: Path,
 ) -> None:
-    run = replace(SIZES, kind=f"by epoch: {kind}", save=(*SIZE_POINTS,), root=str(tmp_path))
+    run = replace(SIZES, kind=f"by epoch: {kind}", save=points, root=str(tmp_path))
     reference = record(worlds, 2, run)
     assert reference.global_step == 22
     assert [len(reference.steps[step]) for step in (0, 12, 18)] == [4, 8, 12]
-    seen = assert_continued(worlds, world, run, reference, SIZE_POINTS, batch_size=size)
-    for resumed, point in zip(seen, SIZE_POINTS, strict=True):
+    begins = {point: SIZE_POINTS[point] for point in points}
+    seen = assert_continued(worlds, world, run, reference, begins, batch_size=size)
+    for resumed, point in zip(seen, points, strict=True):
         reported = any("global batch changes" in text for text in resumed.messages)
         assert reported == (point == "epoch 0")
 
@@ -73,20 +82,18 @@ def test_loaders_created_in_an_earlier_epoch_cause_a_warning(worlds: Pools, tmp_
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_another_seed_of_the_run_keeps_the_order(every: int, worlds: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("point", "begin"), [("inside 0.2", 2), ("epoch 0", 4)])
+def test_another_seed_of_the_run_keeps_the_order(
+    point: str, begin: int, every: int, worlds: Pools, tmp_path: Path
+) -> None:
     """Also with reloaded loaders, and after a second resume inside a window."""
     trainer = {"reload_dataloaders_every_n_epochs": every}
-    run = recorded(kind="by epoch: nothing", length=48, epochs=4, trainer=trainer)
-    run = replace(run, save=("inside 0.2", "epoch 0"), root=str(tmp_path))
+    run = recorded(kind="by epoch: nothing", length=48, trainer=trainer)
+    run = replace(run, save=(point,), root=str(tmp_path))
     reference = record(worlds, 2, run)
-    for point, begin in {"inside 0.2": 2, "epoch 0": 4}.items():
-        second: dict[str, Any] = {
-            "seed": 99,
-            "save": ("inside 2.1",),
-            "root": str(tmp_path / point),
-        }
-        assert_continued(worlds, 1, run, reference, {point: begin}, **second)
-        assert_continued(worlds, 2, replace(run, **second), reference, {"inside 2.1": 9}, seed=5)
+    second: dict[str, Any] = {"seed": 99, "save": ("inside 1.1",), "root": str(tmp_path / "second")}
+    assert_continued(worlds, 1, run, reference, {point: begin}, **second)
+    assert_continued(worlds, 2, replace(run, **second), reference, {"inside 1.1": 5}, seed=5)
 
 
 def test_a_change_of_accumulation_is_refused_before_its_first_step(worlds: Pools) -> None:

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -105,9 +104,16 @@ def test_last_is_the_newest_save(pools: Pools, tmp_path: Path, *, async_save: bo
         assert seen == list(zip(best, [2, 4, 6, 8, 10], strict=True))
     kept_names = {path.name for path in (tmp_path / "kept").iterdir() if path.name[0] != "."}
     assert kept_names == {"step=8.ckpt", "last.ckpt"}
-    rarely = replace(every, root=str(tmp_path / "rarely"), epochs=4)
-    rarely.checkpoint = options | {"every_n_epochs": 2}
-    for seen in pools.run(2, partial(watch_the_last, rarely, [0.0, 1.0, 9.0, 0.5])):
+
+
+@pytest.mark.long
+@MODES
+def test_last_is_the_newest_of_rare_saves(
+    pools: Pools, tmp_path: Path, *, async_save: bool
+) -> None:
+    options = LINKED | {"monitor": "score", "mode": "max", "every_n_epochs": 2}
+    run = AsyncSaveSpec(str(tmp_path), async_save=async_save, epochs=4, checkpoint=options)
+    for seen in pools.run(2, partial(watch_the_last, run, [0.0, 1.0, 9.0, 0.5])):
         assert seen == [("", 0), ("step=4.ckpt", 4), ("step=4.ckpt", 4), ("step=4.ckpt", 8)]
 
 
@@ -315,6 +321,7 @@ def look_at_callbacks(root: str) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.long
 def test_only_lightnings_method_is_replaced_and_only_during_a_run(
     pools: Pools, tmp_path: Path
 ) -> None:

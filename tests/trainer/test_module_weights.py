@@ -253,18 +253,24 @@ BEST = {"monitor": "val_loss", "save_top_k": 1, "filename": "best"}
 
 
 @pytest.mark.parametrize("options", [{}, {"save_weights_only": True}], ids=["whole", "weights"])
+@pytest.mark.parametrize(
+    ("world", "stage", "with_callback"), [(2, 1, True), (1, 3, True), (3, 3, False), (3, 2, False)]
+)
 def test_evaluations_on_any_world_use_the_average(
-    options: dict[str, bool], worlds: Pools, tmp_path: Path
+    world: int,
+    stage: int,
+    with_callback: bool,
+    options: dict[str, bool],
+    worlds: Pools,
+    tmp_path: Path,
 ) -> None:
     plan = FitCase(str(tmp_path), 2, epochs=3, checkpoint={**BEST, **options}, hidden=24)
     fitted = worlds.run(2, partial(fit_averaged, plan))[0]
     assert fitted["in this process"] == pytest.approx(fitted["loss"], rel=1e-6)
-    for world, stage, with_callback in ((2, 1, True), (1, 3, True), (3, 3, False), (3, 2, False)):
-        new = FitCase(str(tmp_path), stage, ckpt_path=fitted["best"], seed=world, hidden=24)
-        for found in worlds.run(world, partial(evaluate_averaged, new, with_callback)):
-            print(world, stage, fitted["loss"], found)
-            assert found["validate"] == pytest.approx(fitted["loss"], rel=1e-5)
-            assert found["test"] == pytest.approx(fitted["loss"], rel=1e-5)
+    new = FitCase(str(tmp_path), stage, ckpt_path=fitted["best"], seed=world, hidden=24)
+    for found in worlds.run(world, partial(evaluate_averaged, new, with_callback)):
+        assert found["validate"] == pytest.approx(fitted["loss"], rel=1e-5)
+        assert found["test"] == pytest.approx(fitted["loss"], rel=1e-5)
         if world == 1:
             assert found["predict"] == pytest.approx(fitted["loss"], rel=1e-5)
 
@@ -313,6 +319,7 @@ def test_a_run_resumes_from_a_save_after_an_evaluation(
     assert before["sampler"]["loaders"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "change"), [(2, "edited"), (2, "another"), (3, "another")])
 def test_a_save_contains_the_weights_evaluated_last(
     stage: int, change: str, worlds: Pools, tmp_path: Path

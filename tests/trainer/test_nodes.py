@@ -159,7 +159,7 @@ def fit_with_log(plan: FitCase) -> tuple[str, dict[str, Any], str]:
     return error, result, "\n".join(log)
 
 
-@pytest.mark.essential
+@pytest.mark.long
 @pytest.mark.engine
 def test_missing_nodes_are_named(nodes: Nodes) -> None:
     """Two neighbours of three are lost: the shared checkpoint is taken, and without it none."""

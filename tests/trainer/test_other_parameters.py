@@ -182,6 +182,7 @@ def test_known_parameters_are_restored_and_others_are_listed(
     assert_warned(found[0].warned, *NEW, *GONE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "ranks", "target", "more"), [(2, 2, 3, 3), (3, 3, 2, 1), (3, 2, 3, 3), (2, 3, 2, 2)]
 )

@@ -598,6 +598,7 @@ def test_quantized_optimizers_are_refused_by_name_and_package(
     refuse_all(worlds, tmp_path, OF_OTHER_PACKAGES[package])
 
 
+@pytest.mark.long
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("case", BY_SAVE)
 def test_unsupported_engines_are_refused_at_their_first_save(

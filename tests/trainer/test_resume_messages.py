@@ -179,6 +179,7 @@ def test_step_and_epoch_of_a_resume_are_reported_for_every_format(
         assert int(re.findall(r"at step (\d+)", text)[0]) == min(seen.steps), path
 
 
+@pytest.mark.long
 def test_an_order_that_lightning_replaces_causes_one_warning(worlds: Pools) -> None:
     expected = {
         "own generator": "and the generator of its RandomSampler has no effect",
@@ -197,6 +198,7 @@ def test_an_order_that_lightning_replaces_causes_one_warning(worlds: Pools) -> N
         assert seen.steps == records[-1].steps
 
 
+@pytest.mark.long
 def test_lightnings_warning_about_unresumable_loaders_is_hidden(
     worlds: Pools, tmp_path: Path
 ) -> None:
@@ -224,6 +226,7 @@ def nothing(*_: Any) -> None:
     """Do nothing at the start of an epoch."""
 
 
+@pytest.mark.long
 def test_hooks_at_an_epochs_start_that_are_not_called_cause_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:

@@ -183,14 +183,14 @@ def test_each_callback_has_its_own_save_after_a_resume_from_the_firsts(
     second = {"monitor": "score", "filename": "second-{epoch}", "save_top_k": 2, **common}
     run = ScoredRun(str(tmp_path / "whole"), (first, second), (1.0, 3.0, 2.0))
     killed = replace(run, root=str(tmp_path / "killed"), kill_at=2 * STEPS_PER_EPOCH)
-    worlds.run(2, partial(fit, killed))
+    worlds.run(1, partial(fit, killed))
     if is_killed_between:
         shutil.rmtree(killed.folder / "second-epoch=1.ckpt")
     before = (killed.folder / "first-step=4.ckpt" / "manifest.json").stat().st_mtime_ns
     resumed = killed.resumed(str(killed.folder / "first-step=4.ckpt"))
     remade = killed.resumed(str(killed.folder / "second-epoch=1.ckpt"))
     runs = (run, resumed, replace(remade, root=str(tmp_path / "again")))
-    for whole, ended, again in worlds.run(2, partial(fits, *runs)):
+    for whole, ended, again in worlds.run(1, partial(fits, *runs)):
         assert ended.best == whole.best == ["first-step=6.ckpt", "second-epoch=1.ckpt"]
         assert ended.tracked == whole.tracked
         # The one that the run was resumed from is kept.

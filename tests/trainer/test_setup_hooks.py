@@ -46,7 +46,7 @@ class Queries:
         if hook == self.hook:
             assert trainer.estimated_stepping_batches == STEPS
         if hook == self.hook or hook not in EARLY[self.source]:
-            assert trainer.accumulate_grad_batches == 3
+            assert trainer.accumulate_grad_batches == 2
 
 
 class QueryingNet(RecordingNet):
@@ -70,7 +70,7 @@ class NetWithLoader(QueryingNet):
 
     @override
     def setup(self, stage: str) -> None:
-        self.size = 2
+        self.size = 3
         super().setup(stage)
 
     @override
@@ -92,7 +92,7 @@ class QueryingData(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> Any:
-        return DataLoader(self.data, batch_size=2, shuffle=True)
+        return DataLoader(self.data, batch_size=3, shuffle=True)
 
 
 def fit_and_query(
@@ -111,7 +111,7 @@ def fit_and_query(
         data["datamodule"] = QueryingData(queries)
     elif source == "fit":
         data["train_dataloaders"] = DataLoader(
-            IndexedSamples(LENGTH, 0.0), batch_size=2, shuffle=True
+            IndexedSamples(LENGTH, 0.0), batch_size=3, shuffle=True
         )
     trainer.fit(net, **data, ckpt_path=ckpt_path)
     assert queries.read_in >= {"callback", "module"}

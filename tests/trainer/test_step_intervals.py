@@ -142,7 +142,6 @@ STEPS = (21, 4, 6, 4, 4, 8, 18)
 """Of each, as with Lightning's other strategies."""
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize(("case", "steps"), [*zip(EPOCHS, STEPS, strict=True)])
 def test_accumulation_does_not_change_steps_validations_and_saves(
     case: str, steps: int, worlds: Pools, tmp_path: Path
@@ -159,6 +158,7 @@ def test_accumulation_does_not_change_steps_validations_and_saves(
     assert saved[0] == saved[1]
 
 
+@pytest.mark.long
 def test_intervals_without_a_global_batch(worlds: Pools) -> None:
     """Fractions refer to optimizer steps; Lightning's integers count micro-batches."""
     run = replace(EPOCHS["a fraction"], global_batch=None)
@@ -182,13 +182,21 @@ def test_a_fraction_of_less_than_a_step_is_refused(worlds: Pools) -> None:
     assert_refused(worlds, 1, run, "UnsupportedError", text)
 
 
-def test_a_window_cut_short_by_a_limit_is_resumed(worlds: Pools, tmp_path: Path) -> None:
+SHORT_WINDOW = {"step 0.2": 2, "step 0.3": 3, "validated 3": 3, "epoch 0": 3, "step 1.1": 4}
+"""Moments before and after the short step of an epoch, with the next step."""
+
+
+@pytest.mark.parametrize(
+    "names", [("step 0.3", "epoch 0"), pytest.param((*SHORT_WINDOW,), marks=pytest.mark.long)]
+)
+def test_a_window_cut_short_by_a_limit_is_resumed(
+    names: tuple[str, ...], worlds: Pools, tmp_path: Path
+) -> None:
     """Without a global batch, from before and after the short step and the end of the epoch."""
     run = replace(
         RUN, kind="plain", length=48, **LIKE_LIGHTNING, trainer=two(limit_train_batches=5)
     )
-    moments = {"step 0.2": 2, "step 0.3": 3, "validated 3": 3, "epoch 0": 3}
-    moments["step 1.1"] = 4
+    moments = {name: SHORT_WINDOW[name] for name in names}
     saving = replace(run, save=tuple(moments), root=str(tmp_path), dropout=0.3)
     reference = record(worlds, 2, saving)
     assert [len(ids) for ids in reference.steps.values()] == [4, 4, 2] * 2

@@ -68,8 +68,8 @@ def settings_of(trainer: Any) -> dict[str, Any]:
 
 
 def loaders() -> tuple[Any, Any]:
-    """Return loaders for training and validation, with batches of two samples."""
-    train = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=2, shuffle=True)
+    """Return loaders for training, with two batches per step on two ranks, and validation."""
+    train = DataLoader(IndexedSamples(LENGTH, 0.0), batch_size=3, shuffle=True)
     return train, DataLoader(IndexedSamples(8, 0.0), batch_size=2)
 
 

@@ -46,21 +46,22 @@ class Bar(TQDMProgressBar):
 
 
 def trainer_of(root: str, epochs: int, callbacks: list[Callback], **options: Any) -> pl.Trainer:
-    saves = ModelCheckpoint(root, "{step}", every_n_train_steps=1, save_top_k=-1)
+    every = options.pop("every", 3)
+    saves = ModelCheckpoint(root, "{step}", every_n_train_steps=every, save_top_k=-1)
     strategy = elastic(stage=options.pop("stage", 2), global_batch_size=12)
     return quiet_trainer(strategy, *callbacks, saves, max_epochs=epochs, **options)
 
 
-def fit(trainer: pl.Trainer, path: str | None = None) -> None:
+def fit(trainer: pl.Trainer, path: str | None = None, batch_size: int = 6) -> None:
     pl.seed_everything(3, verbose=False)
-    data = DataLoader(IndexedSamples(53, 0.0), batch_size=2, shuffle=True)
+    data = DataLoader(IndexedSamples(53, 0.0), batch_size=batch_size, shuffle=True)
     val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
     trainer.fit(RecordingNet(recorded()), data, val, ckpt_path=path)
 
 
 def with_a_bar(root: str, path: str | None) -> list[tuple[int, int]]:
     bar = Bar()
-    fit(trainer_of(root, 2, [bar], enable_progress_bar=True), path)
+    fit(trainer_of(root, 2, [bar], enable_progress_bar=True), path, batch_size=2)
     return bar.positions
 
 
@@ -205,7 +206,7 @@ def test_averaging_with_zero_3_is_refused(worlds: Pools, tmp_path: Path) -> None
 
 def inodes_of_saves(root: str, path: str | None, max_steps: int) -> dict[str, int]:
     """Fit; return the inode of each manifest, which changes with each publication."""
-    fit(trainer_of(root, 2, [], max_steps=max_steps), path)
+    fit(trainer_of(root, 2, [], max_steps=max_steps, every=1), path)
     comm.barrier()
     return {p.name: (p / "manifest.json").stat().st_ino for p in Path(root).glob("*.ckpt")}
 

@@ -126,6 +126,7 @@ class BackwardTwice(RecordingNet):
         optimizer.step()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "count"), [(0, 0), (2, 1)])
 def test_several_backward_passes_per_step_cause_a_warning_in_zero(
     stage: int, count: int, worlds: Pools
@@ -139,23 +140,24 @@ def test_several_backward_passes_per_step_cause_a_warning_in_zero(
     assert not any("manual_backward" in text for text in once.messages)
 
 
+@pytest.mark.parametrize("manual", [True, False])
 def test_manual_and_automatic_optimization_do_not_resume_each_other(
-    worlds: Pools, tmp_path: Path
+    manual: bool, worlds: Pools, tmp_path: Path
 ) -> None:
     """Lightning would count the steps from 0 again."""
-    for manual in (True, False):
-        root = str(tmp_path / str(manual))
-        run = recorded(manual=manual, batch_size=6, save=("step 0.3",), root=root)
-        record(worlds, 2, run)
-        other = run.resumed("step 0.3", manual=not manual)
-        said = ("saved after 3 optimizer steps", "Set automatic_optimization of the module as in")
-        assert_refused(worlds, 2, other, "CheckpointMismatchError", *said)
+    root = str(tmp_path)
+    run = recorded(manual=manual, batch_size=6, epochs=1, save=("step 0.3",), root=root)
+    record(worlds, 2, run)
+    other = run.resumed("step 0.3", manual=not manual)
+    said = ("saved after 3 optimizer steps", "Set automatic_optimization of the module as in")
+    assert_refused(worlds, 2, other, "CheckpointMismatchError", *said)
 
 
 def drop_loops(_trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
     del checkpoint["loops"]
 
 
+@pytest.mark.long
 def test_a_run_whose_hook_drops_the_loops_counts_from_0(worlds: Pools, tmp_path: Path) -> None:
     run = recorded(batch_size=6, save=("step 0.3",), root=str(tmp_path))
     whole = record(worlds, 2, run)
@@ -176,6 +178,7 @@ class StepsEverySecondBatch(RecordingNet):
             optimizer.zero_grad()
 
 
+@pytest.mark.long
 def test_a_save_that_lacks_gradients_of_manual_optimization_causes_a_warning(
     worlds: Pools, tmp_path: Path
 ) -> None:
@@ -250,7 +253,7 @@ def test_states_of_loaders_are_requested_once_per_batch(
 
 
 def test_states_of_loaders_survive_two_resumes(worlds: Pools, tmp_path: Path) -> None:
-    run = recorded(kind="stateful", length=60, root=str(tmp_path))
+    run = recorded(kind="stateful", length=60, epochs=1, root=str(tmp_path))
     reference = record(worlds, 2, replace(run, save=("step 0.2",)))
     record(worlds, 2, run.resumed("step 0.2", save=("inside 0.2",)))
     for seen in worlds.run(2, partial(fit, run.resumed("inside 0.2"))):
