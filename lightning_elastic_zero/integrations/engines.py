@@ -141,10 +141,10 @@ class Loop:
     """Called at each save; the result comes back in ``Loaded.record``."""
     on_load: Callable[[Loaded], None] = lambda _: None
     """Called on every rank after each load."""
-    check: Callable[[Path, Manifest], None] = lambda *_: None
+    check: Callable[[Any, Manifest], None] = lambda *_: None
     """Called on every rank with ``load_dir/tag`` before state changes; raises if the loop's own
     files in ``load_dir`` do not belong to the checkpoint."""
-    foreground: Callable[[Path], bool] = lambda _: False
+    foreground: Callable[[Any], bool] = lambda _: False
     """Whether training waits for a save to a path although ``async_save`` is set."""
     save_in_progress: Callable[[], object] = lambda: None
     """Identifies the loop's own save; None outside of one. Within one, a save is skipped if it
@@ -154,7 +154,7 @@ class Loop:
     """The loop may be any program's, and only its engines are elastic."""
     whole_folder: bool = False
     """``save_dir`` itself is the checkpoint, and the tag is ignored."""
-    on_nodes: Callable[[Path], OnNodes | None] = lambda _: None
+    on_nodes: Callable[[Any], OnNodes | None] = lambda _: None
     """Returns where on nodes the checkpoint of a ``save_dir`` is; None: below ``save_dir``."""
     shows_bars: Callable[[], bool] = lambda: True
     """Whether the loop shows progress bars."""
@@ -166,7 +166,7 @@ class _Save(NamedTuple):
     """A call of ``save``, to recognise its repetition."""
 
     of_loop: object
-    path: Path
+    path: AnyPath
     global_steps: int
     micro_steps: int
     exclude_frozen: bool
@@ -215,7 +215,7 @@ class EngineCheckpoints:
             SaveError, UnsupportedError, RanksError: see ``save_checkpoint`` of this package.
         """
         engine = self._engine
-        folder = check_local_path(save_dir)
+        folder = self._folder_at(save_dir)
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         state = dict(check_client_state("client_state", client_state))
         this_save = _Save(
@@ -236,11 +236,10 @@ class EngineCheckpoints:
             step = f"save {tag}: choose a folder"
             self._last_save = None
             if not self._is_warned:
-                self._is_warned = warn_of_open_window(live, folder / tag, ranks)
-            name, waits = ranks.broadcast(
-                step, lambda: self._choose(folder, "" if on_nodes else tag)
-            )
-            path = str(on_nodes.path if on_nodes else folder / name)
+                self._is_warned = warn_of_open_window(live, str(folder / tag), ranks)
+            target = on_nodes.path if on_nodes else folder
+            name, waits = ranks.broadcast(step, lambda: self._choose(target, tag))
+            path = str(target / name if name else target)
             if not waits:
                 self._manager.start(live, ranks.rank)
             of_rank = (
@@ -259,10 +258,12 @@ class EngineCheckpoints:
         self._last_save = this_save
         return True
 
-    def _choose(self, folder: Path, tag: str) -> tuple[str, bool]:
+    def _choose(self, folder: AnyPath, tag: str) -> tuple[str, bool]:
         """Return the name of the folder for a tag, and whether training waits for the save."""
-        name = "" if self._loop.whole_folder or not tag else _free_name(folder, tag)
-        return name, not self._options.async_save or self._loop.foreground(folder / name)
+        is_whole = self._loop.whole_folder or isinstance(folder, StorePath)
+        name = "" if is_whole else _free_name(check_local_path(folder), tag)
+        path = folder / name if name else folder
+        return name, not self._options.async_save or self._loop.foreground(path)
 
     def wait(self) -> None:
         """Wait until the last save is published; collective.
@@ -314,7 +315,7 @@ class EngineCheckpoints:
                 "weights itself. Leave the argument out, and map names by elastic(..., rename={})"
             )
             raise UnsupportedError(msg)
-        folder = check_local_path(load_dir)
+        folder = self._folder_at(load_dir)
         live = LiveEngine(self._engine)
         optimizer = load_optimizer_states and not load_module_only
         tag = None if tag is None else str(tag)
@@ -359,16 +360,21 @@ class EngineCheckpoints:
         self._loop.on_load(loaded)
         return result.stats.path, dict(result.client_state)
 
-    def _find(self, folder: Path, tag: str | None, progress: Progress) -> str | None:
+    def _folder_at(self, path: str | os.PathLike[str]) -> AnyPath:
+        """Return the folder that a loop passes; most loops write other files next to it."""
+        return parse_path(path) if self._loop.whole_folder else check_local_path(path)
+
+    def _find(self, folder: AnyPath, tag: str | None, progress: Progress) -> str | None:
         """Return the path of the checkpoint to load; None if there is none."""
         if on_nodes := self._loop.on_nodes(folder):
             return str(on_nodes.path)
-        path = str(folder) if self._loop.whole_folder else find_checkpoint(folder, tag)
+        is_whole = self._loop.whole_folder
+        path = str(folder) if is_whole else find_checkpoint(check_local_path(folder), tag)
         if path is not None:
-            check_unmixed(Path(path), progress)
+            check_unmixed(parse_path(path), progress)
         return path
 
-    def _check(self, path: Path, manifest: Manifest, *, optimizer: bool) -> None:
+    def _check(self, path: Any, manifest: Manifest, *, optimizer: bool) -> None:
         """Refuse a checkpoint that does not fit the loop, at ``load_dir/tag``."""
         self._loop.check(path, manifest)
         if not optimizer or not optimizer_wrapper(self._engine):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_elastic_zero.formats.open import open_checkpoint
-from tests.support.ranks import Pools
+from tests.support.nodes import Nodes, needs_mounts
+from tests.support.ranks import ForkServer, Pools
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -54,6 +55,32 @@ def test_a_loop_continues_on_other_counts(
     for step in (6, 9):  # of the second epoch and of the third
         assert run.samples[step] == longer.samples[step]
         assert abs(run.losses[step] - longer.losses[step]) < 2e-6
+
+
+@pytest.mark.long
+def test_a_loop_continues_after_a_node_is_lost(
+    hf_ranks: Pools, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    needs_mounts()
+    nodes, options = Nodes(tmp_path, fork_server), {"node_copies": 2, "async_save": True}
+    case = FabricCase(3, save=f"{nodes.url}/step-5", steps=5, options=options)
+    with nodes.world(0, 1) as run:
+        saved, *_ = run(partial(run_fabric, case))[0]
+    nodes.lose(0)
+    with nodes.world(2, 1, 3) as run:
+        of_url = FabricCase(3, load=case.save, steps=6)
+        resumed, kept, _ = run(partial(run_fabric, of_url))[0]
+    for name, tensor in saved.states[-1].items():
+        assert torch.equal(resumed.first_state[name], tensor), name
+    assert kept["step"] == 6
+
+
+def test_a_loop_saves_into_a_store(hf_ranks: Pools) -> None:
+    case = FabricCase(3, save="memory://bucket/step-5", steps=5)
+    saved, *_ = hf_ranks.run(1, partial(run_fabric, case))[0]
+    resumed, *_ = hf_ranks.run(1, partial(run_fabric, FabricCase(3, load=case.save, steps=6)))[0]
+    for name, tensor in saved.states[-1].items():
+        assert torch.equal(resumed.first_state[name], tensor), name
 
 
 @pytest.mark.parametrize("accumulate", range(1, 7))
