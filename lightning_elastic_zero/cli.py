@@ -23,7 +23,7 @@ from lightning_elastic_zero.core.requirements import own_version
 from lightning_elastic_zero.errors import ElasticZeroError
 
 YES, NO, FAILED, UNVERIFIED = 0, 1, 2, 3
-"""Exit codes: a positive answer, a negative answer, no answer, complete but without checksums."""
+"""Exit codes: a positive answer, a negative answer, no answer, not damaged but not all verified."""
 
 _BY_WEIGHT = (YES, UNVERIFIED, NO, FAILED)
 """Of several exit codes, the last in this order counts."""
@@ -281,7 +281,7 @@ def _verify(args: Namespace) -> int:
             print(f"{path}: {verified.note}", file=sys.stderr)
         if not verified.is_sound:
             return NO
-        return UNVERIFIED if verified.unverified else YES
+        return UNVERIFIED if verified.unverified or verified.elsewhere else YES
 
     return _for_each(args.paths, verify)
 

@@ -219,6 +219,11 @@ def verdict(verified: Verification) -> str:
     if verified.problem:
         return f"{verified.path}: DAMAGED: {verified.problem}"
     what = f"{verified.kind} of step {verified.steps}"
+    if verified.elsewhere:
+        return (
+            f"{verified.path}: {what}; NOT verified, because these files are on other nodes: "
+            f"{format_names(verified.elsewhere)}. {format_bytes(verified.bytes)} here are intact"
+        )
     if verified.unverified:
         return (
             f"{verified.path}: complete: {what}; NOT verified, because these files have no "

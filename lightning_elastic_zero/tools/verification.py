@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -31,11 +31,14 @@ from lightning_elastic_zero.formats.open import (
     checkpoint_names,
     looks_like_checkpoint,
 )
+from lightning_elastic_zero.formats.reader import CheckpointReader
 from lightning_elastic_zero.formats.torch_read import OLD_FORMAT_MARK, foreign_files
+from lightning_elastic_zero.storage.file_read import VerifiedFile
+from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import open_file, parse_path
+from lightning_elastic_zero.storage.paths import is_on_nodes, open_file, parse_path
 from lightning_elastic_zero.tools.view import open_view, run_parts
 
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)
@@ -63,6 +66,8 @@ class Verification:
     seconds: float
     unverified: tuple[str, ...] = ()
     """Files without checksums, which may be damaged although no damage was found."""
+    elsewhere: tuple[str, ...] = ()
+    """Files that this node does not have; those that it has are intact if no damage was found."""
     note: str = ""
     """What users should know of the checkpoint although it is intact; usually empty."""
 
@@ -86,6 +91,8 @@ def verify_checkpoint(
     - All checksums match: one per 64 KiB in this library's format, the CRC-32 of each record in
       files of other software. Files without checksums (``compute_crc32=False``) are listed in
       ``unverified``.
+    - Outside of a job, the files of a checkpoint on nodes that this one has; others are listed in
+      ``elsewhere``.
     - Low-precision weights that are stored next to masters equal the rounded masters, or resemble
       them and are of the same step (a note names them).
 
@@ -104,6 +111,7 @@ def verify_checkpoint(
     kind, steps, rounded, problem, note = "", 0, False, "", ""
 
     unverified: list[str] = []
+    elsewhere: list[str] = []
 
     def verify_bytes(part: int, parts: int) -> list[str]:
         with open_view(path, allow_pickle=allow_pickle) as checkpoint:
@@ -118,12 +126,16 @@ def verify_checkpoint(
     try:
         with open_view(path, allow_pickle=allow_pickle) as checkpoint:
             kind, steps = checkpoint.reader.info.kind, checkpoint.manifest.progress.global_steps
-            checkpoint.reader.check_all()
-            checkpoint.check_tiling()
-            rounded = checkpoint.has_rounded_weights()
-            problem = checkpoint.reader.info.mixed or checkpoint.reader.info.incomplete
-            note = describe_missing_latest(checkpoint.path)
-        if not problem:
+            elsewhere = _on_other_nodes(checkpoint.reader)
+            if elsewhere:
+                _verify_files_here(checkpoint.reader, elsewhere, count)
+            else:
+                checkpoint.reader.check_all()
+                checkpoint.check_tiling()
+                rounded = checkpoint.has_rounded_weights()
+                problem = checkpoint.reader.info.mixed or checkpoint.reader.info.incomplete
+                note = describe_missing_latest(checkpoint.path)
+        if not (problem or elsewhere):
             unverified = sorted({name for of in run_parts(verify_bytes, threads) for name in of})
             changed = run_parts(compare_masters, threads) if rounded else []
             if names := dict.fromkeys(name for of_part in changed for name in of_part):
@@ -139,8 +151,25 @@ def verify_checkpoint(
         problem = str(error)
     seconds = time.monotonic() - began
     size = count.total()
-    without = tuple(unverified)
-    return Verification(str(path), kind, steps, problem, rounded, size, seconds, without, note)
+    lists = tuple(unverified), tuple(elsewhere)
+    return Verification(str(path), kind, steps, problem, rounded, size, seconds, *lists, note)
+
+
+def _on_other_nodes(reader: CheckpointReader) -> list[str]:
+    """Return the files that are not on this node, of a checkpoint on nodes."""
+    folder = folder_at(reader.files.folder)
+    sizes = folder.sizes(reader.names()) if is_on_nodes(folder.path) else ()
+    return [name for name, size in sizes if isinstance(size, OSError)]
+
+
+def _verify_files_here(
+    reader: CheckpointReader, elsewhere: Collection[str], progress: Progress
+) -> None:
+    for entry in reader.manifest.files:
+        if not {entry.name, entry.name + SUMS_SUFFIX}.intersection(elsewhere):
+            with VerifiedFile(reader.files.folder, entry, reader.manifest.save_id) as file:
+                for _, view in file.read_runs([(0, file.size_bytes)]):
+                    progress.advance(view.nbytes)
 
 
 def _may_be_checkpoint(folder: Folder) -> bool:
@@ -219,7 +248,7 @@ def newest_sound_checkpoint(
         except ElasticZeroError as error:  # Unreadable, or deleted by another run.
             verified = Verification(path, "", 0, str(error), False, 0, 0.0)  # noqa: FBT003
         on_verified(verified)
-        if not verified.is_sound or verified.unverified:
+        if not verified.is_sound or verified.unverified or verified.elsewhere:
             raise CheckpointCorruptedError(verified.problem)
 
     candidates = _candidates(parse_path(folder), allow_pickle=allow_pickle)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_elastic_zero.checkpoint import nodes as nodes_module
+from lightning_elastic_zero.cli import NO, UNVERIFIED, main
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState
@@ -126,7 +127,9 @@ def test_two_neighbours_lost_with_two_copies_are_named(runs: Runs) -> None:
     assert "nodes that are missing: disk-1, disk-2" in runs.errors[0]
 
 
-def test_inspect_tells_files_of_other_nodes_from_missing_ones(runs: Runs) -> None:
+def test_tools_tell_files_of_other_nodes_from_damaged_ones(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs.run(0, 1, copies=1, steps=1)
     report = inspect_checkpoint(f"node://{runs.nodes.path(0)}/step-1")
     assert report.damage == ()
@@ -135,6 +138,12 @@ def test_inspect_tells_files_of_other_nodes_from_missing_ones(runs: Runs) -> Non
     assert len(report.files) > len(report.elsewhere)
     (line,) = (each for each in summary_lines(report) if each.startswith("other nodes"))
     assert f" {len(report.elsewhere)} of {len(report.files)} files: " in line
+    assert main(["verify", report.path]) == UNVERIFIED
+    assert "NOT verified, because these files are on other nodes" in capsys.readouterr().out
+    shard = next(runs.nodes.path(0, "step-1").rglob("*rank_0_*.pt"))
+    shard.write_bytes(bytes(byte ^ 1 for byte in shard.read_bytes()))
+    assert main(["verify", report.path]) == NO
+    assert "DAMAGED" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
