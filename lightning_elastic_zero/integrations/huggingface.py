@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -50,6 +50,8 @@ def elastic(x: T, **options: Any) -> T:
             is not supported.
     """
     checked = LoopOptions(**options)
+    if not getattr(getattr(x, "args", None), "save_on_each_node", False):
+        _refuse_node_copies(options)
     if (before := bound_options(x)) is not None:
         if replace(before, **options) != before:
             raise ValueError(OTHER_OPTIONS)
@@ -93,4 +95,14 @@ def wrap_initialize(**options: Any) -> Callable[[], None]:
     from lightning_elastic_zero.engine.support import replace_initialize
 
     LoopOptions(**options)
+    _refuse_node_copies(options)
     return replace_initialize(lambda engine: elastic(engine, **options))
+
+
+def _refuse_node_copies(options: Mapping[str, Any]) -> None:
+    if "node_copies" in options:
+        msg = (
+            f"node_copies={options['node_copies']} has no effect here: only a Trainer with "
+            "save_on_each_node=True saves on nodes. Leave it out"
+        )
+        raise ValueError(msg)

@@ -87,10 +87,11 @@ def is_on_nodes(path: AnyPath) -> TypeGuard[StorePath]:
 
 
 def check_local_path(path: str | os.PathLike[str] | StorePath) -> Path:
-    """Return the absolute path, without resolving links; refuse the URL of an object store."""
+    """Return the absolute path, without resolving links; refuse a URL."""
     location = parse_path(path)
     if isinstance(location, StorePath):
-        msg = f"{location} is in an object store. Choose a path on a file system"
+        where = "on the nodes of a job" if is_on_nodes(location) else "in an object store"
+        msg = f"{location} is {where}. Choose a path on a file system"
         raise UnsupportedError(msg)
     return location
 

@@ -24,7 +24,11 @@ from lightning_elastic_zero.checkpoint.newest import find_newest
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.errors import CheckpointNotFoundError, ElasticZeroError
+from lightning_elastic_zero.errors import (
+    CheckpointNotFoundError,
+    ElasticZeroError,
+    UnsupportedError,
+)
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
@@ -38,7 +42,13 @@ def answer_last(trainer: pl.Trainer, connect: Callable[[], Ranks]) -> None:
     ``connect`` returns the ranks; collective.
     """
     callbacks = [c for c in _saving(trainer) if c.dirpath and _searches_as_lightning(c)]
-    on_nodes = any(is_on_nodes(parse_path(folder)) for folder in _folders(trainer))
+    on_nodes = [folder for folder in _folders(trainer) if is_on_nodes(parse_path(folder))]
+    if on_nodes and not any(callback.dirpath for callback in _saving(trainer)):
+        msg = (
+            f"OnExceptionCheckpoint({on_nodes[0]!r}) saves on nodes, and the search for the last "
+            "checkpoint there needs a ModelCheckpoint: add one with this dirpath"
+        )
+        raise UnsupportedError(msg)
     for callback in callbacks:
         vars(callback).pop(_FIND, None)  # of an earlier run
         if on_nodes:

@@ -338,6 +338,8 @@ def _on_rank_zero(trainer: pl.Trainer, look: Callable[[], T]) -> T:
             result = look()
         except OSError as error:
             failure = f"{error.filename} cannot be read: {error.strerror}"
+        except Exception as error:  # noqa: BLE001 (raised on all ranks, which wait for the result)
+            failure = f"{type(error).__name__}: {error}"
     result, failure = trainer.strategy.broadcast((result, failure))
     if failure:
         raise SaveError(failure)

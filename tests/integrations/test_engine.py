@@ -179,6 +179,12 @@ def test_other_objects_are_refused() -> None:
         elastic({}, falback=True)
 
 
+def test_copies_are_refused_where_nothing_is_on_nodes() -> None:
+    for call in (partial(elastic, {}), wrap_initialize):
+        with pytest.raises(ValueError, match="node_copies=3 has no effect here"):
+            call(node_copies=3)
+
+
 def test_entry_points_share_their_options() -> None:
     """``help`` shows the same keywords, with the same defaults."""
     entries = (

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,13 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.core.manifest import TrainingProgress
+from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint
-from lightning_elastic_zero.trainer.model_checkpoint import LoadedSaves, ModelCheckpointHooks
+from lightning_elastic_zero.trainer.model_checkpoint import (
+    LoadedSaves,
+    ModelCheckpointHooks,
+    _on_rank_zero,
+)
 from tests.support.fits import FitCase, error_of, fit, listing
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
@@ -201,3 +207,23 @@ def test_a_file_of_another_strategy_is_not_a_save_that_a_resume_continues(tmp_pa
     hooks._loaded = LoadedSaves(tmp_path / "a.ckpt", TrainingProgress(), 1, {}, "")
     (tmp_path / "last.ckpt").touch()
     assert not hooks._is_made(str(tmp_path / "last.ckpt"))
+
+
+def test_an_error_of_rank_0_is_raised_on_all_ranks() -> None:
+    """Of any kind: otherwise the others would wait for its answer."""
+    sent: list[Any] = []
+
+    def broadcast(given: Any) -> Any:
+        sent.append(given)
+        return sent[0]
+
+    def look() -> None:
+        msg = "names a folder that is not supported"
+        raise UnsupportedError(msg)
+
+    for is_first in (True, False):
+        trainer: Any = SimpleNamespace(
+            is_global_zero=is_first, strategy=SimpleNamespace(broadcast=broadcast)
+        )
+        with pytest.raises(SaveError, match="UnsupportedError: names a folder"):
+            _on_rank_zero(trainer, look)

@@ -26,7 +26,15 @@ from lightning_elastic_zero.storage import node_files
 from lightning_elastic_zero.storage.node_files import NodeFiles
 from lightning_elastic_zero.storage.node_http import Peer
 from lightning_elastic_zero.trainer.model_checkpoint import ModelCheckpointHooks
-from tests.support.fits import FitCase, evaluate, fit
+from tests.support.fits import (
+    Data,
+    FitCase,
+    RegressionNet,
+    elastic,
+    evaluate,
+    fit,
+    quiet_trainer,
+)
 from tests.support.launch import Job, run_ranks
 from tests.support.nodes import Nodes, enter, needs_mounts
 from tests.support.outcome import captured_log, captured_warnings, error_text
@@ -379,3 +387,18 @@ def fail_after_a_step(plan: FitCase) -> str:
 class KeptOnException(OnExceptionCheckpoint):
     def teardown(self, *_: Any, **__: Any) -> None:
         """Delete nothing, as in a process that ends."""
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_an_exception_checkpoint_needs_a_model_checkpoint(nodes: Nodes) -> None:
+    """Otherwise an empty node would start from the beginning, without a word."""
+    with nodes.world(0, 1) as run:
+        for error in run(partial(save_only_exceptions, nodes.url)):
+            assert error.startswith("UnsupportedError: ")
+            assert f"OnExceptionCheckpoint('{nodes.url}') saves on nodes" in error
+
+
+def save_only_exceptions(url: str) -> str:
+    trainer = quiet_trainer(elastic(), OnExceptionCheckpoint(url), enable_checkpointing=True)
+    return error_text(lambda: trainer.fit(RegressionNet(), Data(), ckpt_path="last"))
