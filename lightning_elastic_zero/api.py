@@ -65,10 +65,11 @@ class ElasticOptions:
     fallback: bool = False
     """If the checkpoint to resume from is damaged or unfinished, resume from the newest older one
     that is intact and has the same parameters, with a warning. Lightning and Fabric take it from
-    the same folder; a Trainer of transformers and accelerate take an older folder next to it.
-    False: the error names that checkpoint. Only checkpoints of this library are considered. With a
-    plain engine, tags must end with the step (``global_step10``), and with Fabric, names must
-    differ by a number only (``step-10.ckpt``): others may belong to another engine."""
+    the same folder, or in place of one on nodes, from those of other callbacks; a Trainer of
+    transformers and accelerate take an older folder next to it. False: the error names that
+    checkpoint. Only checkpoints of this library are considered. With a plain engine, tags must end
+    with the step (``global_step10``), and with Fabric, names must differ by a number only
+    (``step-10.ckpt``): others may belong to another engine."""
     save_module_weights: bool = False
     """Also write the low-precision weights, which can be computed from the fp32 masters.
     DeepSpeed's own loaders need them."""

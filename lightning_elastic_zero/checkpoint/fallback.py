@@ -20,7 +20,7 @@ from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
 
 
 def find_fallback(
@@ -83,7 +83,8 @@ def _older_than(
     # What a link leads to may be in another folder.
     folders = {damaged.parent, real.parent}
     for folder in map(parse_path, options.folders):
-        if any(str(path).startswith(f"{folder}/") for path in (damaged, real)):
+        # Another one is for the loss of nodes.
+        if is_on_nodes(real) or any(str(p).startswith(f"{folder}/") for p in (damaged, real)):
             folders.add(folder)
     steps: dict[AnyPath, int] = {}
     progress, pickle = ranks.progress, options.allow_pickle

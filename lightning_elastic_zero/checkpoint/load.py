@@ -98,8 +98,11 @@ def load_engine(
             raise type(error)(msg) from error
         older, step = fallback
         if not options.fallback:
+            where = (
+                " in the same folder" if parse_path(older).parent == parse_path(path).parent else ""
+            )
             msg = (
-                f"{error}\nThe newest older intact checkpoint in the same folder is {older} (step "
+                f"{error}\nThe newest older intact checkpoint{where} is {older} (step "
                 f"{step}). It has the same parameters, but may belong to another run. Load that "
                 "one, or pass fallback=True."
             )

@@ -402,3 +402,26 @@ def test_an_exception_checkpoint_needs_a_model_checkpoint(nodes: Nodes) -> None:
 def save_only_exceptions(url: str) -> str:
     trainer = quiet_trainer(elastic(), OnExceptionCheckpoint(url), enable_checkpointing=True)
     return error_text(lambda: trainer.fit(RegressionNet(), Data(), ckpt_path="last"))
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_fallback_takes_a_shared_checkpoint(nodes: Nodes) -> None:
+    """If all on nodes are damaged."""
+    shared = str(nodes.root / "shared")
+    saves = partial(ModelCheckpoint, shared, filename="{step}", save_top_k=-1)
+    plan = FitCase(nodes.url, checkpoint=EACH_STEP, callbacks=(saves,))
+    with nodes.world(0, 1) as run:
+        run(partial(fit, plan))
+    for node in (0, 1):
+        damage(nodes, node, 1)
+        damage(nodes, node, 2)
+    resumed = replace(plan, ckpt_path=f"{nodes.url}/step=2.ckpt", epochs=2)
+    with nodes.world(0, 1) as run:
+        error = run(partial(fit_with_log, resumed))[0][0]
+        assert f"The newest older intact checkpoint is {shared}/step=2.ckpt (step 2)" in error
+        fallback = replace(resumed, strategy={"fallback": True})
+        error, result, _ = run(partial(fit_with_log, fallback))[0]
+    assert not error
+    assert result["loaded"] == f"{shared}/step=2.ckpt"
+    assert result["step"] == 4
