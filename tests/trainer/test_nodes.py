@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.cli import LightningCLI
 
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME
@@ -26,6 +29,7 @@ from lightning_elastic_zero.storage import node_files
 from lightning_elastic_zero.storage.node_files import NodeFiles
 from lightning_elastic_zero.storage.node_http import Peer
 from lightning_elastic_zero.trainer.model_checkpoint import ModelCheckpointHooks
+from lightning_elastic_zero.trainer.preemption import PreemptionCheckpoint
 from tests.support.fits import (
     Data,
     FitCase,
@@ -425,3 +429,72 @@ def test_fallback_takes_a_shared_checkpoint(nodes: Nodes) -> None:
     assert not error
     assert result["loaded"] == f"{shared}/step=2.ckpt"
     assert result["step"] == 4
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_preempted_run_saves_on_nodes(nodes: Nodes) -> None:
+    checkpoint = {**EACH_STEP, "every_n_train_steps": 4}
+    plan = FitCase(nodes.url, checkpoint=checkpoint, callbacks=(PreemptionCheckpoint,), epochs=3)
+    with nodes.world(0, 1) as run:
+        assert run(partial(fit_until_preempted, plan)) == [2, 2]
+    nodes.lose(0)
+    with nodes.world(2, 1) as run:
+        error, result, _ = run(partial(fit_with_log, replace(plan, ckpt_path="last")))[0]
+    assert not error
+    assert result["loaded"] == f"{nodes.url}/last-preempted.ckpt"
+    assert result["step"] == 6
+
+
+def fit_until_preempted(plan: FitCase) -> int:
+    """Send a signal to rank 1 in the second step; return the last one."""
+
+    def preempt(trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.4)  # Until the ranks' threads have agreed.
+
+    trainer, net, data, _ = plan.make()
+    trainer.callbacks.insert(0, LambdaCallback(on_train_batch_start=preempt))  # type: ignore[attr-defined]
+    with suppress(SystemExit):
+        trainer.fit(net, data)
+    return trainer.global_step
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  logger: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy:
+    class_path: lightning_elastic_zero.ElasticDeepSpeedStrategy
+    init_args: {stage: 2, reduce_bucket_size: 100000, allgather_bucket_size: 100000, node_copies: 2}
+  callbacks:
+    class_path: lightning.pytorch.callbacks.ModelCheckpoint
+    init_args: {dirpath: "%s", filename: "{step}", every_n_train_steps: 1, save_last: link}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_folder_on_nodes_in_yaml(nodes: Nodes, tmp_path: Path) -> None:
+    config = tmp_path / "fit.yaml"
+    config.write_text(CONFIG % nodes.url)
+    args = ["fit", "--config", str(config)]
+    with nodes.world(0, 1) as run:
+        run(partial(fit_by_cli, args))
+    nodes.lose(0)
+    with nodes.world(2, 1) as run:
+        resumed = [*args, "--ckpt_path=last", "--trainer.max_epochs=2"]
+        loaded, step = run(partial(fit_by_cli, resumed))[0]
+    assert loaded == f"{nodes.url}/step=2.ckpt"
+    assert step == 4
+
+
+def fit_by_cli(args: list[str]) -> tuple[str, int]:
+    trainer = LightningCLI(RegressionNet, Data, args=args, save_config_callback=None).trainer
+    last_load = trainer.strategy.last_load  # type: ignore[attr-defined]
+    return last_load.path if last_load else "", trainer.global_step
