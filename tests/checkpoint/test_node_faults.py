@@ -200,6 +200,7 @@ def test_a_folder_that_machines_share_is_refused(runs: Runs) -> None:
         Path(boot).write_text(boot)
     assert runs.run(0, 1, fails=True, boots=boots) == [{}, {}]
     assert "is one folder that" in runs.errors[0]
+    assert "save_on_each_node=False" in runs.errors[0]
 
 
 def test_containers_that_share_a_folder_are_one_node(runs: Runs) -> None:
