@@ -85,7 +85,7 @@ def check_load(
     training = bool(here.groups)
     # If the ranks' buffers differed, all ranks of an evaluation use rank 0's: its result must not
     # depend on the number of devices. In training, each rank gets its own.
-    same_ranks = ranks.world_size if source.manifest.has_same_grid(here) else 0
+    same_ranks = ranks.world_size if source.manifest.grid == here.grid else 0
     shared = source.module_state(ranks.rank if training else 0, same_ranks)
     adapt_buffers(live.module(), shared.buffers, undo)
     here = replace(here, module_buffers=tuple(live.module_buffers()))

@@ -114,7 +114,7 @@ def collect(request: SaveRequest, rank: int) -> ShardContents:
     state = engine.rank_state(
         exclude_frozen=options.exclude_frozen, keep_module_weights=options.module_weights
     )
-    state = _state_to_save(state, manifest, rank // manifest.tensor_parallel.size)
+    state = _state_to_save(state, manifest, manifest.grid.data_rank(rank))
     check_loads_weights_only(
         {
             "the scheduler's state": state.lr_scheduler,
@@ -252,7 +252,7 @@ def _write(
         shard = manifest.as_shard(tensor_rank, manifest.buffers)
         shard = replace(shard, save_id=new.save_id)
         progress = _progress(contents, ranks, cancellation)
-        data_rank = ranks.rank // manifest.tensor_parallel.size
+        data_rank = manifest.grid.data_rank(ranks.rank)
         writer = RankWriter(staging.path, shard, data_rank, progress, tensor_rank)
         return asdict(_write_files(looked[0], new, writer))
 

@@ -120,11 +120,10 @@ def check_compatible(
 def describe(manifest: Manifest) -> str:
     """Return a one-line summary of a checkpoint or a live engine."""
     numel = sum(p.numel for p in manifest.parameters)
-    devices = describe_devices(manifest)
     has_run = bool(manifest.writer.engine)
     parts = [
         # In an evaluation or a checkpoint of whole tensors, the device count is unknown.
-        f"ZeRO-{manifest.stage} on {devices}" if manifest.stage or has_run else "no ZeRO",
+        f"ZeRO-{manifest.stage} on {manifest.grid}" if manifest.stage or has_run else "no ZeRO",
         manifest.precision,
         f"{len(manifest.parameters)} parameters with {numel:,} elements",
     ]
@@ -137,14 +136,6 @@ def describe(manifest: Manifest) -> str:
     if manifest.weights_only:
         parts.append("weights only")
     return ", ".join(parts)
-
-
-def describe_devices(manifest: Manifest) -> str:
-    """Return the number of devices: ``"2 devices"``, or of data ranks and tensor ranks."""
-    count = manifest.world_size * manifest.tensor_parallel.size
-    if manifest.tensor_parallel.size == 1:
-        return f"{count} device{'s' if count > 1 else ''}"
-    return f"{count} devices ({manifest.tensor_parallel.size} tensor ranks)"
 
 
 def _differences(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Iterator[str]:

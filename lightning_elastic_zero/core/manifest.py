@@ -21,6 +21,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_elastic_zero.core.cuts import Cut
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.layout import Layout, Resharding, ShardedLayout, Sharding
 from lightning_elastic_zero.core.partition import (
     FlatBuffer,
@@ -393,15 +394,15 @@ class Manifest:
         aliases = (alias for p in self.parameters for alias in p.aliases)
         return (*(p.name for p in self.parameters), *aliases, *self.module_buffers)
 
-    def has_same_grid(self, other: Manifest) -> bool:
-        """Whether there are as many data ranks and tensor ranks."""
-        mine, others = ((m.world_size, m.tensor_parallel.size) for m in (self, other))
-        return mine == others
+    @property
+    def grid(self) -> RankGrid:
+        """The ranks that wrote it."""
+        return RankGrid(self.world_size, self.tensor_parallel.size)
 
     def has_same_partition(self, other: Manifest) -> bool:
         """Whether each rank holds the same elements in the same flat buffers."""
         mine, others = ((m.stage, m.buffers, m.tensor_parallel.cuts) for m in (self, other))
-        return mine == others and self.has_same_grid(other)
+        return mine == others and self.grid == other.grid
 
     def layout(self) -> Layout:
         if self.tensor_parallel.size > 1:

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.manifest import TrainingProgress
 from lightning_elastic_zero.data_progress.batches import ceil_div
 from lightning_elastic_zero.data_progress.position import DataPosition, Position, RunSettings
@@ -56,7 +57,7 @@ def read_position(
 
 
 def infer_position(
-    fit_loop: Mapping[str, Any], progress: TrainingProgress, world_size: int, global_step: int
+    fit_loop: Mapping[str, Any], progress: TrainingProgress, grid: RankGrid, global_step: int
 ) -> DataPosition:
     """Infer the position of a run that another program saved from Lightning's counters."""
     # DeepSpeed's config has the accumulation; counters are ambiguous if epochs end within a window.
@@ -65,7 +66,7 @@ def infer_position(
     if accumulate == 1 and taken:
         accumulate = max(1, fit_loop[BATCHES]["total"]["processed"] // taken)
     position = read_position(fit_loop, accumulate, batches=float("inf"), validating=True)
-    settings = RunSettings(world_size, accumulate, progress.global_batch_size)
+    settings = RunSettings(grid, accumulate, progress.global_batch_size)
     return DataPosition(position, global_step, settings)
 
 

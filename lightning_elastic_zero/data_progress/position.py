@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.manifest import Manifest, Plain
 from lightning_elastic_zero.errors import CheckpointFormatError
 
@@ -91,8 +92,7 @@ class LoaderRecord:
 class RunSettings:
     """How a run makes optimizer steps of its data."""
 
-    world_size: int
-    """Data-parallel ranks."""
+    grid: RankGrid
     accumulate: int
     """Micro-batches of a rank per optimizer step."""
     global_batch_size: int | None
@@ -177,7 +177,7 @@ class DataPosition:
                 ),
                 _count(fields["global_step"]),
                 RunSettings(
-                    manifest.world_size,
+                    manifest.grid,
                     max(1, progress.gradient_accumulation_steps),
                     progress.global_batch_size,
                     **{n: None if v is None else _count(v) for n, v in optional.items()},

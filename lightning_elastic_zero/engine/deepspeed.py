@@ -122,11 +122,13 @@ ones are refused if they lack them."""
 UNCHECKED = (
     "_apply_muon_updates_cpu_offload",
     "ds_autotp_universal_checkpoint_meta",
+    "first_dataloader_check",
     "losses",
     "swap_optimizer",
 )
 """Other names. ``support`` refuses Muon with offload in ZeRO-1/2 by the first; AutoTP sets the
-second on parameters; the third is a sum that older releases log; ZeRO-1/2 lacks the last."""
+second on parameters, the third on engines; the fourth is a sum that older releases log; ZeRO-1/2
+lacks the last."""
 
 
 def compatible_operators(ops: Any) -> dict[str, bool]:

@@ -39,7 +39,14 @@ from lightning_elastic_zero.engine.deepspeed import (
     updates_offloaded_momentum,
 )
 from lightning_elastic_zero.engine.optimizer import BITSANDBYTES, package_of
-from lightning_elastic_zero.engine.tensor_parallel import tensor_ranks, unfit_run
+from lightning_elastic_zero.engine.tensor_parallel import (
+    ZERO_INIT,
+    configured_size,
+    is_cut,
+    tensor_ranks,
+    unfit_release,
+    unfit_run,
+)
 from lightning_elastic_zero.errors import UnsupportedError
 
 log = logging.getLogger(__name__)
@@ -79,8 +86,9 @@ ZENFLOW = (
 )
 
 _TENSOR_PARALLELISM = (
-    "tensor parallelism, which only save_checkpoint and load_checkpoint of this library support; "
-    "call them with a plain engine, or remove the option: ZeRO-3 partitions the weights too"
+    "tensor parallelism, which this library supports in ElasticDeepSpeedStrategy and in "
+    "save_checkpoint and load_checkpoint of a plain engine; use these, or remove the option: "
+    "ZeRO-3 partitions the weights too"
 )
 
 EXPERTS = "each rank has only some of the experts"
@@ -206,8 +214,8 @@ def check_supported(engine: Any) -> None:
 def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
     """Refuse an unsupported DeepSpeed config before an engine is built with it.
 
-    For an evaluation (``trains=False``), Lightning uses only the precision and the ZeRO-3 section:
-    whatever else the config contains, each rank has the whole model and reads only weights. Raises
+    For an evaluation (``trains=False``), only the precision, tensor parallelism and the ZeRO-3
+    section are used: whatever else the config contains, only weights are read. Raises
     UnsupportedError with every reason.
     """
     if reason := DEEPSPEED.incompatibility(version_of(DEEPSPEED.package)):
@@ -234,11 +242,10 @@ def _config_reasons(config: Mapping[str, Any], *, trains: bool) -> Iterator[str]
             yield ZENFLOW
         if zero.get("zero_quantized_nontrainable_weights"):
             yield QUANTIZED_FROZEN_WEIGHTS
+    if configured_size(config) > 1:
+        yield from unfit_release(version_of(DEEPSPEED.package))
     if not trains:
         return
-    size = (config.get("tensor_parallel") or {}).get("autotp_size", 0)
-    if size > 1:
-        yield f"tensor_parallel.autotp_size = {size}: {_TENSOR_PARALLELISM}"
     if (config.get("expert_parallel") or {}).get("enabled"):
         yield (
             f"expert_parallel.enabled: expert parallelism, in which {EXPERTS}; remove the option: "
@@ -324,6 +331,20 @@ def check_no_shards(engine: Any) -> None:
     """
     size = int(getattr(engine, "mp_world_size", 1))
     _refuse([f"tensor_parallel.autotp_size = {size}: {_TENSOR_PARALLELISM}"] if size > 1 else [])
+
+
+def check_creation(config: Mapping[str, Any]) -> None:
+    """Refuse to create a model in ``zero.Init`` if its layers will be cut."""
+    _refuse([ZERO_INIT] if configured_size(config) > 1 else [])
+
+
+def check_uncut(module: torch.nn.Module, config: Mapping[str, Any]) -> None:
+    """Refuse a module of an earlier engine with tensor parallelism for a run without it."""
+    reason = (
+        "layers that an earlier engine has cut for tensor parallelism, in a run without it: create "
+        "the module again, or use the same number of tensor ranks"
+    )
+    _refuse([reason] if configured_size(config) == 1 and is_cut(module) else [])
 
 
 def _refuse(reasons: list[str], *, trains: bool = True) -> None:

@@ -6,6 +6,7 @@ of a layer that it has cut which elements each tensor rank has; all other parame
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,20 +15,68 @@ from torch import distributed
 
 from lightning_elastic_zero.core.autotp import autotp_cut
 from lightning_elastic_zero.core.cuts import Cut
+from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS
 from lightning_elastic_zero.core.requirements import DEEPSPEED
 from lightning_elastic_zero.engine.addresses import full_shape, parameter_names
 from lightning_elastic_zero.engine.deepspeed import cut_by_autotp
 
+SECTION, SIZE = "tensor_parallel", "autotp_size"
+"""Section of DeepSpeed's config, and its number of tensor ranks."""
+
 FIRST_RELEASE = "0.19.8"
 """The first release that describes cuts."""
+
+ZERO_INIT = (
+    "tensor parallelism with zero.Init: ZeRO-3 partitions weights that are not cut over the tensor "
+    "ranks too. Create the model without zero.Init (Lightning: in __init__, not in "
+    "configure_model; transformers: without an HfDeepSpeedConfig)"
+)
 
 WHOLE_PARAMETERS = {"adafactor", "fusedlamb", "lamb", "lars", "muon", "muonwithauxadam"}
 """Optimizers whose updates depend on norms or factors of whole parameters, in lower case."""
 
 
+def configured_size(config: Mapping[str, Any]) -> int:
+    """Return the number of tensor ranks in DeepSpeed's config; 1 without tensor parallelism."""
+    return max(int((config.get(SECTION) or {}).get(SIZE) or 1), 1)
+
+
 def tensor_ranks(engine: Any) -> int:
     """Return the number of tensor ranks; 1 without tensor parallelism."""
     return int(engine.mp_world_size)
+
+
+def is_cut(module: torch.nn.Module) -> bool:
+    """Whether an engine has cut layers of a module, which it does not undo."""
+    return any(cut_by_autotp(parameter) for parameter in module.parameters())
+
+
+def remove_input_check(engine: Any) -> None:
+    """Remove AutoTP's comparison of the first inputs, which fails for batches in containers."""
+    if (handle := getattr(engine, "first_dataloader_check", None)) is not None:
+        handle.remove()
+        engine.first_dataloader_check = None
+
+
+def evaluation_engine(module: torch.nn.Module, config: Mapping[str, Any], device: int) -> Any:
+    """Return an engine without an optimizer, with tensor parallelism as in training.
+
+    Lightning creates its engines for evaluations without it.
+    """
+    import deepspeed
+
+    sections = ["fp16", "bf16", SECTION]
+    if (config.get("zero_optimization") or {}).get("stage") == STAGE_WEIGHTS:
+        sections += ["zero_allow_untested_optimizer", "zero_optimization"]
+    used = {key: config[key] for key in sections if key in config}
+    engine, *_ = deepspeed.initialize(
+        args=Namespace(device_rank=device),
+        config={"train_micro_batch_size_per_gpu": 1, **used},
+        model=module,
+        model_parameters=[],
+        dist_init_required=False,
+    )
+    return engine
 
 
 def samples_overcount(engine: Any) -> int:
@@ -40,14 +89,20 @@ def samples_overcount(engine: Any) -> int:
     return max(int(engine.train_batch_size()) // true, 1)
 
 
-def unfit_run(engine: Any, release: str) -> Iterator[str]:
-    """Yield the reasons to refuse an engine with several tensor ranks."""
-    size, data_ranks = tensor_ranks(engine), int(engine.seq_dp_world_size)
+def unfit_release(release: str) -> Iterator[str]:
+    """Yield the reason to refuse tensor parallelism under a release of DeepSpeed."""
     if not DEEPSPEED.is_at_least(release, FIRST_RELEASE):
         yield (
             f"tensor parallelism under DeepSpeed {release}, which does not describe how it cuts "
             f"weights: install {FIRST_RELEASE}"
         )
+
+
+def unfit_run(engine: Any, release: str) -> Iterator[str]:
+    """Yield the reasons to refuse an engine with several tensor ranks."""
+    size, data_ranks = tensor_ranks(engine), int(engine.seq_dp_world_size)
+    if reasons := [*unfit_release(release)]:
+        yield from reasons
         return
     if engine.autotp_size() != size:
         yield (
@@ -65,11 +120,7 @@ def unfit_run(engine: Any, release: str) -> Iterator[str]:
     names = parameter_names(engine.module)
     partitioned = [p for p in names if hasattr(p, "ds_process_group")]
     if any(distributed.get_world_size(p.ds_process_group) != data_ranks for p in partitioned):
-        yield (
-            "tensor parallelism with zero.Init: ZeRO-3 partitions weights that are not cut over "
-            "the tensor ranks too. Create the model without zero.Init (transformers: without an "
-            "HfDeepSpeedConfig)"
-        )
+        yield ZERO_INIT
     kinds = {
         type(o).__name__ for o in (engine.optimizer, getattr(engine.optimizer, "optimizer", 0))
     }

@@ -24,7 +24,6 @@ from lightning_elastic_zero.api import ElasticOptions, warn_of_open_window
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.types import LoadResult, SaveRequest
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
-from lightning_elastic_zero.core.compatibility import describe_devices
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.options import check_client_state
 from lightning_elastic_zero.core.progress import (
@@ -386,7 +385,7 @@ class EngineCheckpoints:
     def _announce(self, result: LoadResult) -> None:
         """Report the load in one line, also if the user has not configured ``logging``."""
         manifest, engine, stats = result.manifest, self._engine, result.stats
-        saved = f"saved on {describe_devices(manifest)} with ZeRO-{manifest.stage}"
+        saved = f"saved on {manifest.grid} with ZeRO-{manifest.stage}"
         # Under Fabric, the configured batch size need not be the loader's.
         per_step = f", {engine.train_batch_size()} samples per step"
         text = (

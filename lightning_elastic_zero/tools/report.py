@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-from lightning_elastic_zero.core.compatibility import describe_devices
 from lightning_elastic_zero.core.manifest import Manifest, Parameter
 from lightning_elastic_zero.core.progress import Progress, is_terminal, showing, tqdm_bar
 from lightning_elastic_zero.core.text import format_names
@@ -84,7 +83,7 @@ def summary_lines(report: CheckpointReport) -> Iterator[str]:
     }
     by = ", ".join(f"{name} {version}" for name, version in names.items() if version)
     of_run = manifest.stage or writer.engine
-    zero = f"ZeRO-{manifest.stage} on {describe_devices(manifest)}" if of_run else "no ZeRO"
+    zero = f"ZeRO-{manifest.stage} on {manifest.grid}" if of_run else "no ZeRO"
     elements = sum(p.numel for p in manifest.parameters)
     size = format_bytes(sum(stored_bytes(manifest, p) for p in manifest.parameters))
     yield from _rows(

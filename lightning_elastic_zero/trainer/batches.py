@@ -15,11 +15,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from typing_extensions import override
 
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.options import check_count, check_flag
 from lightning_elastic_zero.data_progress.batches import BatchPlan, ceil_div, plan_batches
 from lightning_elastic_zero.data_progress.position import RunSettings
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.trainer.lightning import callbacks_of, is_fitting
+from lightning_elastic_zero.trainer.tensor_parallel import grid_of
 
 _MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
 
@@ -71,7 +73,7 @@ class BatchSettings:
     """``batch_size`` of the first training loader; None: unknown."""
     plan: BatchPlan | None
     """How the global batch is divided; None without ``global_batch_size``."""
-    world_size: int
+    grid: RankGrid
     accumulate: int
 
     @property
@@ -81,7 +83,7 @@ class BatchSettings:
             return self.plan.global_batch_size
         if self.loader_batch_size is None:
             return None
-        return self.loader_batch_size * self.world_size * self.accumulate
+        return self.loader_batch_size * self.grid.data * self.accumulate
 
     def check_fixed_batches(self, loader: object) -> None:
         """Refuse a loader whose batches cannot be changed and do not add up to the global batch."""
@@ -91,7 +93,7 @@ class BatchSettings:
             return
         even = "" if plan.is_even else "up to "
         msg = (
-            f"global_batch_size={plan.global_batch_size} on {self.world_size} devices needs "
+            f"global_batch_size={plan.global_batch_size} on {self.grid.shares} needs "
             f"micro-batches of {even}{plan.largest_micro_batch} samples, and the "
             f"{type(loader).__name__} makes batches of {size} itself. Set its batch_size so that "
             f"devices x batch_size divides {plan.global_batch_size}"
@@ -116,8 +118,8 @@ class BatchSettings:
         if plan is not None and batch_size == first:
             return plan
         if plan is None or (plan.is_even and plan.largest_micro_batch == first):
-            samples = (batch_size or 1) * self.world_size * self.accumulate
-            return BatchPlan(samples, self.world_size, self.accumulate)
+            samples = (batch_size or 1) * self.grid.data * self.accumulate
+            return BatchPlan(samples, self.grid.data, self.accumulate)
         msg = (
             f"global_batch_size={plan.global_batch_size} is divided into micro-batches of "
             f"{plan.largest_micro_batch} samples for the loader with batch_size={first}, which "
@@ -282,7 +284,7 @@ class BatchController:
             return saved.global_batch_size
         if is_unknown and self._is_single_loader and not self._user_batch_size:
             size = 1
-        return size * saved.world_size * saved.accumulate
+        return size * saved.grid.data * saved.accumulate
 
     def reset(self, trainer: pl.Trainer, config: Any) -> bool:
         """Restore the user's batch size in a config that an evaluation or earlier fit completed.
@@ -352,14 +354,14 @@ class BatchController:
         elif type(limit) is float and 0.0 < limit < 1.0:
             fraction = StepFraction.make(limit, accumulate)
             self.settings.make(trainer, "limit_train_batches", fraction)
-        self.current = BatchSettings(batch_size, plan, trainer.world_size, accumulate)
+        self.current = BatchSettings(batch_size, plan, grid_of(trainer), accumulate)
         self._is_resolved = True
 
     def _plan(
         self, trainer: pl.Trainer, global_batch_size: int, batch_size: int | None, accumulate: int
     ) -> BatchPlan:
         """Divide the global batch. ``accumulate``: the user's ``accumulate_grad_batches``."""
-        world_size = trainer.world_size
+        grid = grid_of(trainer)
         if batch_size is None:
             msg = (
                 f"global_batch_size={global_batch_size} needs a training loader with a batch_size. "
@@ -369,29 +371,35 @@ class BatchController:
                 "logging_batch_size_per_gpu to the strategy"
             )
             raise UnsupportedError(msg)
-        plan = plan_batches(
-            global_batch_size, batch_size, world_size, allow_uneven=self._allow_uneven
-        )
+        try:
+            plan = plan_batches(
+                global_batch_size, batch_size, grid.data, allow_uneven=self._allow_uneven
+            )
+        except UnsupportedError as error:
+            if grid.tensor == 1:
+                raise
+            msg = f"{error}. Each of these is a data rank of {grid.tensor} devices"
+            raise UnsupportedError(msg) from error
         is_manual = not trainer.lightning_module.automatic_optimization
         if is_manual and not (plan.accumulate == 1 and plan.is_even):
             msg = (
                 f"global_batch_size={global_batch_size} with manual optimization: each batch is a "
-                f"step, so {world_size} devices need a loader with "
-                f"batch_size={ceil_div(global_batch_size, world_size)} and a device count that "
+                f"step, so {grid.shares} need a loader with "
+                f"batch_size={ceil_div(global_batch_size, grid.data)} and a device count that "
                 "divides global_batch_size"
             )
             raise UnsupportedError(msg)
         if accumulate not in (1, plan.accumulate):
             msg = (
                 f"Trainer(accumulate_grad_batches={accumulate}) and "
-                f"global_batch_size={global_batch_size} contradict each other: {world_size} "
-                f"devices and micro-batches of {plan.largest_micro_batch} need {plan.accumulate}. "
+                f"global_batch_size={global_batch_size} contradict each other: {grid.shares} "
+                f"and micro-batches of {plan.largest_micro_batch} need {plan.accumulate}. "
                 "Omit accumulate_grad_batches"
             )
             raise UnsupportedError(msg)
         even = "" if plan.is_even else "up to "
         rank_zero_info(
-            f"Global batch of {global_batch_size}: {world_size} device{_s(world_size)} x "
+            f"Global batch of {global_batch_size}: {grid.shares} x "
             f"{plan.accumulate} micro-batch{_s(plan.accumulate, 'es')} of {even}"
             f"{plan.largest_micro_batch} sample{_s(plan.largest_micro_batch)}"
         )

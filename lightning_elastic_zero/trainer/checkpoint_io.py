@@ -34,7 +34,7 @@ from lightning_elastic_zero.checkpoint.types import (
     SaveRequest,
 )
 from lightning_elastic_zero.coordination.ranks import Ranks
-from lightning_elastic_zero.core.compatibility import describe_devices
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.data_progress.counters import with_loader_states
@@ -76,6 +76,7 @@ from lightning_elastic_zero.trainer.schedulers import (
     resume_as_saved,
     with_new_groups,
 )
+from lightning_elastic_zero.trainer.tensor_parallel import grid_of
 
 VERSION_KEY = "pytorch-lightning_version"
 """Entry that Lightning requires in every checkpoint."""
@@ -102,7 +103,7 @@ class RunCheckpoints:
         self._weights: dict[str, Any] = {}
         """Those handed to Lightning for the next checkpoint, by reference."""
         self._made_directories: list[str] = []
-        self._world_size = 1
+        self._grid = RankGrid(1)
         self._device = torch.device("cpu")
         self._is_resumed = False
         self._begun_step = ""
@@ -126,22 +127,24 @@ class RunCheckpoints:
 
         Raises:
             UnsupportedError: DeepSpeed's buffers have an unknown layout on some rank, or a callback
-                would average partitioned weights, which are empty.
+                would average weights that are partitioned or cut.
             SaveError: A ``ModelCheckpoint`` would replace files that this library did not write, or
                 its ``dirpath`` is not writable or not shared by all ranks.
         """
-        fitting = is_fitting(trainer)
-        for callback in averaging_callbacks(trainer) if partitioned and fitting else ():
+        fitting, is_cut = is_fitting(trainer), grid_of(trainer).tensor > 1
+        for callback in averaging_callbacks(trainer) if (partitioned or is_cut) and fitting else ():
+            why = "tensor parallelism cuts them" if is_cut else "ZeRO-3 partitions them"
+            use = "one tensor rank" if is_cut else "stage 1 or 2"
             msg = (
-                f"{type(callback).__name__} averages whole weights, but ZeRO-3 partitions them: "
-                "use stage 1 or 2, or keep the average in a separate module"
+                f"{type(callback).__name__} averages whole weights, but {why}: use {use}, or keep "
+                "the average in a separate module"
             )
             raise UnsupportedError(msg)
         if fitting:
             self.last_fit.trained = engine
         self._is_resumed, self._loaded_saves = False, None
         # The module may belong to another Trainer by the time of a save.
-        self._world_size, self._device = trainer.world_size, trainer.strategy.root_device
+        self._grid, self._device = grid_of(trainer), trainer.strategy.root_device
         callbacks = trainer.checkpoint_callbacks if fitting else []
         dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
         used = [  # of callbacks that save through the strategy
@@ -298,7 +301,7 @@ class RunCheckpoints:
             return options
         of = self._resumer.recorder
         with self._settings.reapplied(trainer):
-            record = of.position(trainer, loops, self._world_size)
+            record = of.position(trainer, loops, self._grid)
             run_state = of.run_state(trainer, record, self._device, path)
             if not is_fitting(trainer):
                 run_state = self.last_fit.with_metrics(run_state)
@@ -362,9 +365,17 @@ class RunCheckpoints:
         # In an evaluation, all ranks have rank 0's, whose values are None.
         rank_state = loaded.rank_state if fitting and not trainer.is_global_zero else {}
         state = with_rank_state(loaded.client_state, rank_state)
-        rank_zero_info(_format_loaded(loaded, trainer.world_size, fitting=fitting))
+        rank_zero_info(_format_loaded(loaded, grid_of(trainer), fitting=fitting))
         if not fitting:
-            copy = partial(LiveEngine(engine).copy_full_weights, extra_weights(state))
+            extra = extra_weights(state)
+            if extra and grid_of(trainer).tensor > 1:
+                msg = (
+                    f"{loaded.stats.path}: callbacks or on_save_checkpoint put weights into "
+                    f"state_dict ({next(iter(extra))}, ...), such as an average, which an "
+                    "evaluation with tensor parallelism cannot use: evaluate with one tensor rank"
+                )
+                raise UnsupportedError(msg)
+            copy = partial(LiveEngine(engine).copy_full_weights, extra)
             taken = self._get_ranks().run_all("load: weights of callbacks", copy)
             if taken:
                 rank_zero_info(
@@ -485,11 +496,10 @@ def with_rank_state(
     return merged
 
 
-def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str:
+def _format_loaded(loaded: LoadResult, grid: RankGrid, *, fitting: bool) -> str:
     """Return one line: the checkpoint, its origin, the position in the run, and the cost."""
     manifest, state, stats = loaded.manifest, loaded.client_state, loaded.stats
-    live_devices = f"{world_size} device{'s' if world_size > 1 else ''}"
-    saved = f"saved on {describe_devices(manifest)} with ZeRO-{manifest.stage}"
+    saved = f"saved on {manifest.grid} with ZeRO-{manifest.stage}"
     origin = loaded.source_summary or saved
     counted = state.get("global_step")
     step = counted if type(counted) is int else stats.step
@@ -502,7 +512,7 @@ def _format_loaded(loaded: LoadResult, world_size: int, *, fitting: bool) -> str
         at = record.position
         place = f" at step {record.global_step}, epoch {at.epoch + at.is_over}"
     cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
-    return f"Loaded {stats.path} ({origin}) on {live_devices}{place}: {cost}"
+    return f"Loaded {stats.path} ({origin}) on {grid}{place}: {cost}"
 
 
 def _format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:

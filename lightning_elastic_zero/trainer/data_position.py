@@ -41,6 +41,7 @@ from lightning_elastic_zero.trainer.loaders import (
     resumable_part_of,
     warn_state_not_restored,
 )
+from lightning_elastic_zero.trainer.tensor_parallel import grid_of
 
 UnresumableDataPolicy: TypeAlias = Literal["refuse", "restart_epoch"]
 """What to do if training data cannot resume in the middle of an epoch."""
@@ -123,8 +124,8 @@ def _loader_unresumable_reason(loader: object, loaded: LoadedRun, *, is_known: b
     if loaded.is_same_world:
         return ""
     return (
-        f"the {kind} has one state per rank, saved on {loaded.saved_world_size} ranks; this run "
-        f"has {loaded.trainer.world_size}"
+        f"the {kind} has one state per rank, saved on {loaded.saved_grid}; this run has "
+        f"{grid_of(loaded.trainer)}"
     )
 
 
@@ -263,7 +264,7 @@ def _position_stateful(loader: Stateful, state: Any, loaded: LoadedRun, *, is_cu
     elif loaded.starts_over or loaded.is_inside_epoch:
         return
     elif position.epoch or position.is_over:
-        warn_state_not_restored(loader, loaded.saved_world_size, loaded.trainer.world_size)
+        warn_state_not_restored(loader, loaded.saved_grid, grid_of(loaded.trainer))
 
 
 def restart_data(

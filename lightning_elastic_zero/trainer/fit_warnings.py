@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.utils.data import DistributedSampler
 
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.data_progress.position import Position, RunSettings
@@ -91,7 +92,7 @@ def warn_of_shuffling(overruled: Sequence[str], loaders: Sequence[object]) -> No
 
 
 def warn_of_unresumable_data(
-    loaders: Sequence[object], world_size: int, samples_per_step: Sequence[int | None]
+    loaders: Sequence[object], grid: RankGrid, samples_per_step: Sequence[int | None]
 ) -> None:
     """Warn of each loader that cannot resume in the middle of an epoch."""
     for loader, size in zip(loaders, samples_per_step, strict=True):
@@ -105,7 +106,7 @@ def warn_of_unresumable_data(
             remedies = "Pass global_batch_size and logging_batch_size_per_gpu to the strategy"
         elif isinstance(loader, Stateful):
             where, why = (
-                f" on another number of devices than {world_size}",
+                f" on another number of devices than {grid.ranks}",
                 "has one state per rank",
             )
         else:
@@ -161,8 +162,8 @@ def warn_of_changes(
             "any number of devices"
         )
         rank_zero_warn(
-            f"The global batch changes from {was.global_batch_size} samples ({_devices(was)}, "
-            f"accumulation {was.accumulate}) to {now.global_batch_size} ({_devices(now)}, "
+            f"The global batch changes from {was.global_batch_size} samples ({was.grid}, "
+            f"accumulation {was.accumulate}) to {now.global_batch_size} ({now.grid}, "
             f"accumulation {now.accumulate}), so the learning rate, schedules and max_steps may no "
             f"longer fit. {keep}."
         )
@@ -184,10 +185,6 @@ def warn_of_changes(
         )
 
 
-def _devices(run: RunSettings) -> str:
-    return f"{run.world_size} device{'s' if run.world_size > 1 else ''}"
-
-
 def _warn_of_changed_settings(was: RunSettings, now: RunSettings) -> None:
     for name in BATCH_COUNT_SETTINGS:
         value, given = (run.batch_counts.get(name) for run in (was, now))
@@ -197,8 +194,8 @@ def _warn_of_changed_settings(was: RunSettings, now: RunSettings) -> None:
         if then != today:
             rank_zero_warn(
                 f"Trainer({name}={given}) counts batches of one device: {then:g} optimizer steps "
-                f"in the saved run ({was.world_size * was.accumulate} micro-batches per step), "
-                f"{today:g} now ({now.world_size * now.accumulate}). With global_batch_size it "
+                f"in the saved run ({was.grid.data * was.accumulate} micro-batches per step), "
+                f"{today:g} now ({now.grid.data * now.accumulate}). With global_batch_size it "
                 "counts global batches, on any number of devices."
             )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import data
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -56,9 +57,10 @@ PRIVATE_NAMES: dict[str, str] = {
     "a LightningModule": "_current_fx_name",
     "DeepSpeedStrategy": "_auto_select_batch_size _config_initialized "
     "_format_batch_size_and_grad_accum_config _init_config_if_needed _init_optimizers "
-    "_timeout",
+    "_initialize_deepspeed_inference _timeout",
     "a WeightAveraging": "_average_model _swap_models",
     "a wrapped sampler": "_sampler",
+    "lightning.fabric.utilities.data": "_auto_add_worker_init_fn",
 }
 """By owner. All exist since 2.5.0, except ``WeightAveraging`` (2.6.0)."""
 
@@ -125,6 +127,7 @@ def _owners(trainer: pl.Trainer) -> dict[str, object]:
         "a LightningModule": pl.LightningModule(),
         "DeepSpeedStrategy": trainer.strategy,
         "a wrapped sampler": DistributedSamplerWrapper(range(1), num_replicas=1, rank=0).dataset,
+        "lightning.fabric.utilities.data": data,
         **({"a WeightAveraging": WEIGHT_AVERAGING()} if WEIGHT_AVERAGING is not None else {}),
     }
 

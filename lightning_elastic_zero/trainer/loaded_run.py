@@ -8,11 +8,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.data_progress.counters import EPOCHS, infer_position
 from lightning_elastic_zero.data_progress.position import DataPosition, LoaderRecord, Position
 from lightning_elastic_zero.trainer.lightning import reload_interval
 from lightning_elastic_zero.trainer.run_state import RunState
+from lightning_elastic_zero.trainer.tensor_parallel import grid_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,14 @@ class LoadedRun:
     """Its epoch starts over, because the data cannot resume inside it."""
 
     @property
-    def saved_world_size(self) -> int:
-        """Number of ranks of the saved run."""
-        return self.saved.settings.world_size
+    def saved_grid(self) -> RankGrid:
+        """The ranks of the saved run."""
+        return self.saved.settings.grid
 
     @property
     def is_same_world(self) -> bool:
-        """Whether the saved run had the same number of ranks."""
-        return self.saved_world_size == self.trainer.world_size
+        """Whether the saved run had the same numbers of ranks."""
+        return self.saved_grid == grid_of(self.trainer)
 
     @property
     def is_inside_epoch(self) -> bool:
@@ -81,4 +83,4 @@ def saved_position(state: Mapping[str, Any], manifest: Manifest, where: str) -> 
     if manifest.progress.sampler:
         return DataPosition.of(manifest, f"{where}/manifest.json")
     steps, loops = int(state.get("global_step", 0)), state["loops"]["fit_loop"]
-    return infer_position(loops, manifest.progress, manifest.world_size, steps)
+    return infer_position(loops, manifest.progress, manifest.grid, steps)

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.data_progress.sampler import (
     ElasticBatchSampler,
     ElasticSampler,
@@ -104,7 +105,7 @@ def elastic_loader(
         user_sampler = sampler.sampler
     elif type(sampler) is not DistributedSampler:
         return copied
-    if (sampler.rank, sampler.num_replicas) != (rank, batches.world_size):
+    if (sampler.rank, sampler.num_replicas) != (rank, batches.grid.data):
         return copied
     if batch_sampler is None:
         batches.check_fixed_batches(copied)
@@ -213,7 +214,7 @@ def samples_per_step(batches: BatchSettings | None, loaders: Sequence[object]) -
         elif batches is None or size is None:
             counts.append(declared)
         else:
-            counts.append(size * batches.world_size * batches.accumulate)
+            counts.append(size * batches.grid.data * batches.accumulate)
     return counts
 
 
@@ -288,11 +289,11 @@ def ends_before_data(combined: CombinedLoader, index: int, state: Mapping[str, A
     return ends_by_one_loader(combined) and (state or {}).get("_iterator_finished") is False
 
 
-def warn_state_not_restored(loader: object, saved: int, world_size: int) -> None:
+def warn_state_not_restored(loader: object, saved: RankGrid, live: RankGrid) -> None:
     """Warn of a stateful loader that starts from the beginning, because it may count epochs."""
     why = (
-        f"it has one state per rank, saved on {saved} ranks, and this run has {world_size}"
-        if saved != world_size
+        f"it has one state per rank, saved on {saved}, and this run has {live}"
+        if saved != live
         else "the checkpoint contains no state of it"
     )
     rank_zero_warn(

@@ -20,6 +20,7 @@ from lightning_elastic_zero.trainer.loaders import (
     set_generator_states,
     with_own_generator,
 )
+from lightning_elastic_zero.trainer.tensor_parallel import data_rank_of
 
 
 class PreparedLoaders:
@@ -41,10 +42,11 @@ class PreparedLoaders:
         """Begin a fit."""
         self._seeds, self._new_generators = {}, []
 
-    def process(self, loader: object, trainer: pl.Trainer, rank: int) -> object:
+    def process(self, loader: object, trainer: pl.Trainer) -> object:
         """Return a resumable version of a loader that Lightning has prepared."""
         if (batches := self._batches.current) is None:
             return loader
+        rank = data_rank_of(trainer)
         if not trainer.training:
             return self._process_validation(loader, trainer, rank)
         if len(self._new_generators) >= len(training_loaders(trainer)) > 0:
@@ -72,7 +74,7 @@ class PreparedLoaders:
     def seed_validation(self, trainer: pl.Trainer) -> None:
         """Seed the workers of a validation after the next batch, as any resumed run does."""
         done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        seed = derive_seed(run_seed(), trainer.global_rank, done)
+        seed = derive_seed(run_seed(), data_rank_of(trainer), done)
         for reference in self._validation_loaders:
             if (loader := reference()) is not None and loader.generator is not None:
                 loader.generator.manual_seed(seed)

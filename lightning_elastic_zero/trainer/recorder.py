@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.data_progress.batches import ceil_div
 from lightning_elastic_zero.data_progress.counters import read_position
 from lightning_elastic_zero.data_progress.position import (
@@ -53,6 +54,7 @@ from lightning_elastic_zero.trainer.metrics import EpochMetrics
 from lightning_elastic_zero.trainer.model_checkpoint import saves_of
 from lightning_elastic_zero.trainer.prepared_loaders import PreparedLoaders
 from lightning_elastic_zero.trainer.run_state import RunState
+from lightning_elastic_zero.trainer.tensor_parallel import grid_of
 
 
 class RunRecorder:
@@ -161,14 +163,14 @@ class RunRecorder:
         """Keep the state that a save after the fit needs and a following evaluation removes."""
         if loaders := training_loaders(trainer):
             loops = trainer.fit_loop.state_dict()
-            record = self.position(trainer, loops, trainer.world_size)
+            record = self.position(trainer, loops, grid_of(trainer))
             self._at_end = record.loaders, [*map(generator_states, loaders)]
 
     def position(
-        self, trainer: pl.Trainer, loops: Mapping[str, Any], world_size: int
+        self, trainer: pl.Trainer, loops: Mapping[str, Any], grid: RankGrid
     ) -> DataPosition:
         """Return the position of the last optimizer step. ``loops``: the fit loop's counters."""
-        settings = self.settings(trainer, world_size)
+        settings = self.settings(trainer, grid)
         validating = is_fitting(trainer) and trainer.validating
         total = trainer.num_training_batches
         position = read_position(loops, settings.accumulate, batches=total, validating=validating)
@@ -180,7 +182,7 @@ class RunRecorder:
             loaders = self._at_end[0]
         return DataPosition(position, trainer.global_step, settings, loaders)
 
-    def settings(self, trainer: pl.Trainer, world_size: int) -> RunSettings:
+    def settings(self, trainer: pl.Trainer, grid: RankGrid) -> RunSettings:
         """Return how the run makes optimizer steps of its data; its loaders may exist already."""
         batches, loaders = self._batches.current, training_loaders(trainer)
         size = None
@@ -194,7 +196,7 @@ class RunRecorder:
         accumulate, total = trainer.accumulate_grad_batches, trainer.num_training_batches
         steps_per_epoch = None if total == float("inf") else ceil_div(int(total), accumulate)
         return RunSettings(
-            world_size,
+            grid,
             accumulate,
             size,
             steps_per_epoch=steps_per_epoch,

@@ -29,6 +29,7 @@ from lightning_elastic_zero.trainer.prepared_loaders import PreparedLoaders
 from lightning_elastic_zero.trainer.recorder import RunRecorder
 from lightning_elastic_zero.trainer.resume_steps import ResumeSteps
 from lightning_elastic_zero.trainer.run_state import RunState
+from lightning_elastic_zero.trainer.tensor_parallel import data_rank_of, grid_of
 
 
 class RunResumer:
@@ -116,16 +117,17 @@ class RunResumer:
         self._batches.overruled_orders = None
         if self._on_unresumable_data == "refuse":
             sizes = samples_per_step(self._batches.current, loaders)
-            warn_of_unresumable_data(loaders, trainer.world_size, sizes)
+            warn_of_unresumable_data(loaders, grid_of(trainer), sizes)
         self.recorder.begin_training(trainer, loader_states, device)
         self.loaders.seed_validation(trainer)
         self._loaded, self.has_begun = None, True
 
-    def weight(self, trainer: pl.Trainer, rank: int) -> float:
+    def weight(self, trainer: pl.Trainer) -> float:
         """Return the weight of the current micro-batch's loss, in addition to 1 / accumulation."""
         if (plan := self._batches.plan) is None:
             return 1.0
-        return plan.loss_weight(rank, trainer.fit_loop.batch_idx % plan.accumulate)
+        micro_batch = trainer.fit_loop.batch_idx % plan.accumulate
+        return plan.loss_weight(data_rank_of(trainer), micro_batch)
 
     def before_batch_transfer(self, trainer: pl.Trainer) -> None:
         """Prepare for the hooks of a batch that was fetched."""

@@ -48,6 +48,7 @@ from lightning_elastic_zero.trainer.loaders import samples_per_step, set_generat
 from lightning_elastic_zero.trainer.metrics import EpochMetrics, SavedMetrics
 from lightning_elastic_zero.trainer.prepared_loaders import PreparedLoaders
 from lightning_elastic_zero.trainer.recorder import RunRecorder, validation_batches
+from lightning_elastic_zero.trainer.tensor_parallel import data_rank_of, grid_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class ResumeSteps:
     def _compare_settings(self, loaded: LoadedRun) -> RunSettings:
         """Step 2: return this run's settings; warn of differences. Needs the training loaders."""
         trainer, is_given = loaded.trainer, self.batches.plan is not None
-        settings = self.recorder.settings(trainer, trainer.world_size)
+        settings = self.recorder.settings(trainer, grid_of(trainer))
         foreign_path = "" if loaded.is_own_format else loaded.where
         planned = settings
         if not trainer.lr_scheduler_configs:
@@ -221,10 +222,10 @@ class ResumeSteps:
             warn_of_workers(loaders, loaded.position)
             set_rng_states(state.random, self.device)
             return
-        seed_rng_streams(run_seed(), trainer.global_step, trainer.global_rank)
+        seed_rng_streams(run_seed(), trainer.global_step, data_rank_of(trainer))
         rank_zero_info(
-            f"Random numbers: saved on {loaded.saved_world_size} devices, so each rank starts "
-            f"a new stream from seed {run_seed()}, step {trainer.global_step} and its rank"
+            f"Random numbers: saved on {loaded.saved_grid}, so each rank starts a new stream from "
+            f"seed {run_seed()}, step {trainer.global_step} and its rank"
         )
 
 

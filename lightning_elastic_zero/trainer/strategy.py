@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from os import PathLike
 from typing import Any
 
@@ -12,20 +12,25 @@ import torch
 from fsspec import register_implementation
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.strategies.deepspeed import remove_module_hooks
 from typing_extensions import override
 
 from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.checkpoint.types import CheckpointStats
 from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.options import check_flag, take, takes
 from lightning_elastic_zero.engine.support import (
     check_config,
+    check_creation,
     check_optimizer,
     check_supported,
+    check_uncut,
     remove_gradient_hooks,
     report_abandoned_builds,
     use_accelerator,
 )
+from lightning_elastic_zero.engine.tensor_parallel import evaluation_engine, remove_input_check
 from lightning_elastic_zero.registry import register_names
 from lightning_elastic_zero.trainer.accumulation import GradientAccumulation
 from lightning_elastic_zero.trainer.batches import BatchController
@@ -49,6 +54,14 @@ from lightning_elastic_zero.trainer.lightning import (
 from lightning_elastic_zero.trainer.loaders import SampleOrderCheck
 from lightning_elastic_zero.trainer.node_file_system import NodeFileSystem
 from lightning_elastic_zero.trainer.resume import RunResumer
+from lightning_elastic_zero.trainer.tensor_parallel import (
+    SameBatchCheck,
+    check_divisible,
+    count_data_ranks,
+    grid_in,
+    seed_workers,
+    with_tensor_ranks,
+)
 
 
 class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
@@ -67,6 +80,9 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             ``global_batch_size`` cannot be divided into equal ones. Each is weighted by its size,
             so the loss must be a mean over samples. False: refuse, and list the device counts
             that fit.
+        tensor_parallel_size (int): Tensor ranks of DeepSpeed's AutoTP: neighbouring devices that
+            share the layers and the samples of a data rank. The number of devices is a multiple of
+            it. Presets and layer specs go into ``config``, section ``tensor_parallel``.
         on_unresumable_data (str): What to do if training data cannot resume in the middle of an
             epoch. ``"refuse"`` raises an error; ``"restart_epoch"`` starts that epoch again.
         load_optimizer_state (bool): False: create a fresh optimizer on the saved weights. With a
@@ -89,6 +105,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         *args: Any,
         global_batch_size: int | None = None,
         allow_uneven_batches: bool = False,
+        tensor_parallel_size: int = 1,
         on_unresumable_data: UnresumableDataPolicy = "refuse",
         load_optimizer_state: bool = True,
         load_hyperparameters: bool = True,
@@ -98,6 +115,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         later = split_parent_options(type(self), with_default_timeout(kwargs))
         super().__init__(*args, **kwargs)
         vars(self).update(later)
+        self.config = with_tensor_ranks(self.config or {}, tensor_parallel_size)
         self.load_full_weights = False  # ``load_checkpoint`` recognises complete files.
         self._batches = BatchController(
             global_batch_size, allow_uneven_batches=allow_uneven_batches
@@ -118,6 +136,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         )
         self._ranks: Ranks | None = None
         self._prepared: pl.LightningModule | None = None
+        self._same_batches = SameBatchCheck(self._get_ranks)
         self._is_connected = False
         """Whether the ranks are connected for a run whose environment is not set up yet."""
 
@@ -156,6 +175,11 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         return devices_of_node(self, super().parallel_devices)
 
     @property
+    def _grid(self) -> RankGrid:
+        """The data ranks and tensor ranks."""
+        return grid_in(self.config, self.world_size)
+
+    @property
     def _trainer(self) -> pl.Trainer:
         """The trainer that runs, or ran last; Lightning has set the module before any hook."""
         module: Any = self.lightning_module
@@ -184,6 +208,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         self._leave_ranks()  # left by a save after the last run, whose process group may be closed
         hide_known_warnings()
         check_config(self.config or {}, trains=is_fitting(self._trainer))
+        check_divisible(self._trainer)
         prepare_to_meet(self, self._timeout)
         report_abandoned_builds(self.config or {})
         if isinstance(self.accelerator, CPUAccelerator):
@@ -212,6 +237,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
             self._checkpoints.last_fit.forget()
             remove_gradient_hooks(trainer.lightning_module)
         check_lightning_release(trainer)
+        check_uncut(trainer.lightning_module, config)
         # Lightning reads this key in a ZeRO-3 evaluation, even if the config does not have it.
         config.setdefault("zero_allow_untested_optimizer", False)
         if self._batches.reset(trainer, config):
@@ -222,11 +248,31 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
                 # Lightning compares it with the number of micro-batches.
                 config.frequency *= trainer.accumulate_grad_batches
         check_supported(engine := self.deepspeed_engine)
+        remove_input_check(engine)  # replaced by this one
+        self._same_batches = SameBatchCheck(self._get_ranks)
+        count_data_ranks(trainer.lightning_module, self._grid)
         self._sigterm.begin(trainer)
         if fitting:
             self._accumulation = GradientAccumulation(engine)
             self._checks = (RequiresGradCheck(engine), SampleOrderCheck(self._get_ranks))
         self._checkpoints.start(trainer, engine, partitioned=self.zero_stage_3)
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        """Create a model in ``configure_model``, whose weights ZeRO-3 partitions at once."""
+        if self.zero_stage_3:
+            check_creation(self.config or {})
+        with super().model_sharded_context():
+            yield
+
+    @override
+    def _initialize_deepspeed_inference(self, model: torch.nn.Module) -> None:
+        if self._grid.tensor == 1:
+            super()._initialize_deepspeed_inference(model)
+            return
+        remove_module_hooks(model)
+        self.model = evaluation_engine(model, self.config or {}, self.root_device.index)
 
     @override
     def _init_optimizers(self) -> Any:
@@ -246,13 +292,33 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     def _auto_select_batch_size(self) -> int:
         return self._batches.loader_batch_size
 
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Number of data ranks, and the data rank of this process, for samplers."""
+        return {"num_replicas": self._grid.data, "rank": self._grid.data_rank(self.global_rank)}
+
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if not is_fitting(trainer := self._trainer):
-            return dataloader
-        if trainer.training:
-            self._batches.resolve_for(dataloader, trainer)
-        return self._resumer.loaders.process(dataloader, trainer, self.global_rank)
+        if is_fitting(trainer := self._trainer):
+            if trainer.training:
+                self._batches.resolve_for(dataloader, trainer)
+            dataloader = self._resumer.loaders.process(dataloader, trainer)
+        seed_workers(dataloader, trainer)
+        return dataloader
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a value over all ranks; a ``"sum"``, as of logged values, over the data ranks.
+
+        Tensor ranks have equal values, so their means, minima and maxima are those of data ranks.
+        """
+        reduced = super().reduce(tensor, group, reduce_op)
+        copies = self._grid.tensor
+        is_sum = reduce_op == "sum" and group is None and isinstance(reduced, torch.Tensor)
+        if copies == 1 or not is_sum:
+            return reduced
+        return reduced / copies if reduced.is_floating_point() else reduced // copies
 
     @property
     @override
@@ -269,7 +335,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         if not trainer.lightning_module.automatic_optimization:
             with self._accumulation.manual(closure_loss):
                 return super().backward(closure_loss, *args, **kwargs)
-        weight = self._resumer.weight(trainer, self.global_rank)
+        weight = self._resumer.weight(trainer)
         with self._accumulation.scaled(closure_loss, weight, trainer) as loss:
             return super().backward(loss, *args, **{"scale_wrt_gas": False} | kwargs)
 
@@ -293,6 +359,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """Prepare for the hooks of a batch, then move it."""
         if is_fitting(trainer := self._trainer) and trainer.training:
             self._resumer.before_batch_transfer(trainer)
+        self._same_batches.before_batch(trainer, batch)
         return super().batch_to_device(batch, *args, **kwargs)
 
     @override

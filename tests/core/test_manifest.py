@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_elastic_zero.core.cuts import Cut
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.layout import Fragment
 from lightning_elastic_zero.core.manifest import (
     DIGEST_FIELD,
@@ -464,7 +465,7 @@ def test_every_field_is_on_the_page(table: type) -> None:
 
 
 def test_every_field_of_the_sampler_is_on_the_page() -> None:
-    record = DataPosition(Position(0, 0), 0, RunSettings(1, 1, None))
+    record = DataPosition(Position(0, 0), 0, RunSettings(RankGrid(1), 1, None))
     loader = LoaderRecord(Consumed(0)).to_plain()
     order = ElasticSampler(range(1), BatchPlan(1, 1, 1), rank=0).describe()
     names = (*record.to_plain(), *loader, "samples", "passes", *order)

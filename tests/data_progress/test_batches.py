@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.manifest import Manifest, TrainingProgress
 from lightning_elastic_zero.data_progress.batches import BatchPlan, plan_batches
 from lightning_elastic_zero.data_progress.counters import (
@@ -199,8 +200,10 @@ def test_another_programs_accumulation_is_inferred(
     taken = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     taken["total"]["completed"] = steps
     progress = TrainingProgress(gradient_accumulation_steps=recorded, global_batch_size=12)
-    found = infer_position(state, progress, 2, 7)
-    assert found == DataPosition(Position(0, 6 // expected), 7, RunSettings(2, expected, 12))
+    found = infer_position(state, progress, RankGrid(2), 7)
+    assert found == DataPosition(
+        Position(0, 6 // expected), 7, RunSettings(RankGrid(2), expected, 12)
+    )
 
 
 @given(st.integers(0, 12), st.integers(1, 5), st.booleans())
@@ -304,7 +307,7 @@ def test_totals_of_an_earlier_fit_are_moved_equally() -> None:
 
 
 SETTINGS = RunSettings(
-    world_size=2,
+    grid=RankGrid(2),
     accumulate=3,
     global_batch_size=12,
     steps_per_epoch=10,
@@ -326,7 +329,7 @@ def manifest_of(record: DataPosition, **changes: Any) -> Manifest:
     )
     empty: Any = ()
     return Manifest(
-        *("id", 1, record.settings.world_size, "fp32", "float32"), *(empty,) * 5, progress
+        *("id", 1, record.settings.grid.data, "fp32", "float32"), *(empty,) * 5, progress
     )
 
 
@@ -367,7 +370,7 @@ RECORDS = st.builds(
     COUNTS,
     st.builds(
         RunSettings,
-        world_size=st.integers(1, 3),
+        grid=st.builds(RankGrid, st.integers(1, 3)),
         accumulate=st.integers(1, 3),
         global_batch_size=st.none() | st.integers(1, 50),
         steps_per_epoch=st.none() | COUNTS,
@@ -379,7 +382,7 @@ RECORDS = st.builds(
 
 
 @given(RECORDS)
-@example(DataPosition(Position(0, 0), 0, RunSettings(1, 1, None)))
+@example(DataPosition(Position(0, 0), 0, RunSettings(RankGrid(1), 1, None)))
 def test_a_record_round_trips_through_the_manifest(record: DataPosition) -> None:
     assert DataPosition.of(manifest_of(record), "here") == record
 
@@ -429,7 +432,9 @@ def test_a_missing_field_of_a_loader_has_its_default() -> None:
 @given(st.integers(1, 50), st.integers(0, 20))
 def test_another_global_batch_skips_no_sample(size: int, steps: int) -> None:
     record = DataPosition(
-        Position(0, steps, is_validated=True), steps, RunSettings(1, 1, global_batch_size=12)
+        Position(0, steps, is_validated=True),
+        steps,
+        RunSettings(RankGrid(1), 1, global_batch_size=12),
     )
     position = record.at_batch_size(size)
     assert position.steps * size <= steps * 12 < (position.steps + 1) * size

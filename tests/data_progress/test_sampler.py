@@ -25,6 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.data_progress.batches import BatchPlan, plan_batches
 from lightning_elastic_zero.data_progress.sampler import (
     ElasticBatchSampler,
@@ -443,7 +444,9 @@ def test_a_users_loader_is_not_changed(*, persistent: bool) -> None:
         drop_last=True,
     )
     before, of_sampler = dict(vars(loader)), dict(vars(shared))
-    made: Any = elastic_loader(loader, BatchSettings(6, BatchPlan(12, 2, 2), 2, 2), 0, seed=3)
+    made: Any = elastic_loader(
+        loader, BatchSettings(6, BatchPlan(12, 2, 2), RankGrid(2), 2), 0, seed=3
+    )
     assert isinstance(made.sampler, ElasticSampler)
     assert made.batch_size == 3
     assert vars(loader) == before

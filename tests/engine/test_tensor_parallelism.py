@@ -21,7 +21,7 @@ from lightning_elastic_zero import (
     inspect_checkpoint,
     verify_checkpoint,
 )
-from tests.support.engines import Engine
+from tests.support.engines import Engine, forget_tensor_ranks
 from tests.support.outcome import captured_log, error_text
 from tests.support.ranks import ForkServer, Pools
 
@@ -109,7 +109,6 @@ def language_model(grid: Grid, seed: int) -> nn.Module:
 def engine_on(grid: Grid, seed: int) -> Iterator[Engine]:
     """Make an engine; reset DeepSpeed's global state at the end."""
     import deepspeed
-    from deepspeed.utils import groups
 
     model = language_model(grid, seed)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -121,9 +120,7 @@ def engine_on(grid: Grid, seed: int) -> Iterator[Engine]:
         yield engine
     finally:
         engine.destroy()
-        groups.mpu = groups.mesh_device = None
-        groups._DATA_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
-        groups._TENSOR_MODEL_PARALLEL_GROUP = None
+        forget_tensor_ranks()
 
 
 def train_on(engine: Engine, grid: Grid, first: int, last: int) -> list[float]:

@@ -152,7 +152,10 @@ def check_nodes(folder: Path, output: str) -> None:
 
 
 def check_shards(folder: Path, output: str) -> None:
-    """The second run went on at step 4, and DeepSpeed's weights of the first were converted."""
+    """The second runs went on where the first ones had ended, and weights were converted."""
+    saved = "saved on 4 devices (2 tensor ranks) with ZeRO-2"
+    assert f"({saved}) on 2 devices at step 4, epoch 0" in output
+    assert "Global batch of 8: 2 data ranks x 1 micro-batch of 4 samples" in output
     steps = [int(step) for step in re.findall(r"^step (\d): loss", output, re.MULTILINE)]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert "4 devices (2 tensor ranks)" in output

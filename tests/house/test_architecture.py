@@ -27,7 +27,8 @@ MAY_IMPORT = {module: set(re.findall(r"`(\w+)`", names)) for module, names in _R
 EAGER = MAY_IMPORT.pop(LAZY_INIT)
 
 STANDARD_LIBRARY_ONLY = (
-    *("errors.py", "core/cuts.py", "core/layout.py", "core/partition.py", "core/manifest.py"),
+    *("errors.py", "core/cuts.py", "core/grid.py", "core/layout.py", "core/partition.py"),
+    "core/manifest.py",
 )
 """Files that may import only the standard library and each other."""
 

@@ -171,6 +171,7 @@ NOT_ON_DISK = {
         "_strategy(trainer).checkpoint_manager.listeners.remove",
     ),
     ("engine/live.py", "remove", "handle.remove"),
+    ("engine/tensor_parallel.py", "remove_input_check", "handle.remove"),
     ("engine/loss_scale.py", "ensure_scaled", "hook.remove"),
     ("core/tensors.py", "_with_copies", "copy.copy"),
     ("formats/client_state.py", "_plain_part", "copy.copy"),

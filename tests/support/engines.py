@@ -631,6 +631,15 @@ def grad_scaler_of(engine: Engine) -> Engine:
     return own or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
 
 
+def forget_tensor_ranks() -> None:
+    """Reset DeepSpeed's global groups of tensor ranks, which later engines would use."""
+    from deepspeed.utils import groups
+
+    groups.mpu = groups.mesh_device = None
+    groups._DATA_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
+    groups._TENSOR_MODEL_PARALLEL_GROUP = None
+
+
 def reset_secondary_partition(setup: EngineCase) -> None:
     """Undo hpZ, whose groups DeepSpeed keeps for the whole process."""
     if setup.hpz > 1:

@@ -326,7 +326,8 @@ def assert_refused(worlds: Pools, world: int, run: FitCase, error: str, *parts: 
 
 def _fit(run: FitCase) -> RunRecord:
     pl.seed_everything(run.seed, workers=True, verbose=False)
-    torch.manual_seed(run.seed + comm.get_rank())  # Ranks draw different numbers, as on devices.
+    # Data ranks draw different numbers, as on devices.
+    torch.manual_seed(run.seed + comm.get_rank() // run.strategy.get("tensor_parallel_size", 1))
     net, watch = (run.net or RecordingNet)(run), EventRecorder(run)
     trainer = trainer_of(run, [*(make() for make in run.callbacks), watch])
     noise = run.noise if run.validation else 0.0

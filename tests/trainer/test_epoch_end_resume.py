@@ -51,7 +51,7 @@ def test_stateful_loaders_begin_the_next_epoch(kind: str, worlds: Pools, tmp_pat
     run = replace(run, strategy={"logging_batch_size_per_gpu": 6})
     assert_continued(worlds, 2, run, record(worlds, 2, run), POINTS)
     on_three = {"batch_size": 4, "strategy": {"logging_batch_size_per_gpu": 4}}
-    text = "one state per rank, saved on 2 ranks, and this run has 3"
+    text = "one state per rank, saved on 2 devices, and this run has 3 devices"
     for seen in records(worlds, 3, [run.resumed(point, **on_three) for point in [*POINTS][1:]]):
         assert any(text in message for message in seen.messages)
 

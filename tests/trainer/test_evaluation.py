@@ -91,7 +91,7 @@ def with_second_copies(plan: FitCase, verb: str) -> dict[str, Any]:
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
-OF_TRAINING = ("1-bit Adam", "LAMB", "AutoTP", "AutoEP", "sequences by a mesh", "a curriculum")
+OF_TRAINING = ("1-bit Adam", "LAMB", "AutoEP", "sequences by a mesh", "a curriculum")
 """Options that are refused for a fit, but do not affect the engine of an evaluation."""
 
 OF_ZERO = ("ZenFlow", "SuperOffload")

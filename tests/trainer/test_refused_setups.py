@@ -132,13 +132,6 @@ BY_TRAINER = {
         3,
         zero(zero_quantized_nontrainable_weights=True),
     ),
-    "AutoTP": Refused(
-        "tensor_parallel.autotp_size = 2: tensor parallelism, which only save_checkpoint and "
-        "load_checkpoint of this library support; call them with a plain engine, or remove the "
-        "option: ZeRO-3 partitions the weights too",
-        1,
-        {"tensor_parallel": {"autotp_size": 2}},
-    ),
     "AutoEP": Refused(
         "expert_parallel.enabled: expert parallelism, in which each rank has only some of the "
         "experts; remove the option: all ranks then have all experts, and ZeRO-3 partitions "
