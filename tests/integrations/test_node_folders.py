@@ -19,6 +19,7 @@ from tests.support.ranks import ForkServer, Pools
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.integrations._hf_programs import (
@@ -31,6 +32,7 @@ from tests.integrations._hf_programs import (
     make_trainer,
     push,
     train,
+    train_to_end,
 )
 from tests.integrations.test_trainer import assert_continues, assert_equal
 
@@ -176,6 +178,39 @@ def test_the_best_model_is_loaded_on_a_new_node(
     assert_equal(found.states[-1], wanted.states[-1])
     kept = ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
     assert saved(nodes, 1) == saved(nodes, 2) == kept
+
+
+class LossOfSteps(TrainerCallback):
+    """Replaces the losses of evaluations: of the saved ones, that of step 2 is the best."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+        metrics["eval_loss"] = {2: 2.0, 5: 1.0}.get(state.global_step, 3.0)
+
+
+def train_with_losses(case: TrainerCase) -> Run:
+    run = Run()
+    trainer = make_trainer(case, run)
+    trainer.add_callback(LossOfSteps())
+    return train_to_end(trainer, case, run)
+
+
+@pytest.mark.long
+def test_the_best_saved_model_is_kept(nodes: Nodes) -> None:
+    """A step without a save is better."""
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+        "save_total_limit": 2,
+    }
+    case = case_on(nodes, args, evaluate=True, state_at=(2,))
+    with nodes.world(0, 1) as run:
+        found = run(OnNodes(case, call=train_with_losses))[0]
+    assert_equal(found.states[-1], found.states[2])
+    assert saved(nodes, 0) == saved(nodes, 1) == ["checkpoint-2", "checkpoint-8"]
 
 
 @pytest.mark.long
