@@ -34,7 +34,7 @@ from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.formats.newest import newest_first
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.engines import LoopOptions, OnNodes
-from lightning_elastic_zero.integrations.series import resume_folder
+from lightning_elastic_zero.integrations.series import folders_of, resume_folder
 from lightning_elastic_zero.storage.file_write import replace_durably
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.object_store import NODES, AnyPath, StorePath
@@ -65,14 +65,27 @@ def join_nodes(asked: Any, args: Any, options: LoopOptions) -> Any:
     """Let the nodes agree on their checkpoints; return what to resume from. Collective.
 
     A script may look for the last folder by itself, and a new node does not have it: where the
-    ranks ask for different ones, the newest is taken.
+    ranks ask for different ones, the newest is taken. If none asks for one, a rank of a new node
+    may have looked for all.
     """
     own = os.fspath(asked) if isinstance(asked, os.PathLike) else asked or None
     call = f"train(resume_from_checkpoint={own!r})"
+    series = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-")
+
+    def look() -> tuple[Any, str]:
+        names = [path.name for path in folders_of(_on_nodes(series))[:1]]
+        return own, next((name for name in names if not series.with_name(name).is_dir()), "")
+
     with closing(connect_ranks(options.timeouts(), "elastic-zero engine", call)) as ranks:
-        join_folder(_on_nodes(Path(args.output_dir, "_")).parent, ranks, options.node_copies)
-        of_ranks = ranks.all_gather("compare resume_from_checkpoint", lambda: own)
+        join_folder(_on_nodes(series).parent, ranks, options.node_copies)
+        of_ranks, lacking = zip(*ranks.all_gather("look for folders", look), strict=True)
         if all(each == of_ranks[0] for each in of_ranks):
+            if own is None and ranks.rank == 0 and (newest := max(lacking)):
+                log.warning(
+                    "Training starts at step 0, although other nodes have %s: to resume, pass "
+                    "resume_from_checkpoint=True",
+                    series.with_name(newest),
+                )
             return asked
         if ranks.rank == 0:
             found = ", ".join(sorted({str(each) for each in of_ranks}))

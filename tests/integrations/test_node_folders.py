@@ -129,6 +129,18 @@ def test_a_new_node_has_no_last_folder(nodes: Nodes, whole: Run) -> None:
 
 
 @pytest.mark.long
+def test_a_start_on_a_new_node_without_a_folder_warns(nodes: Nodes) -> None:
+    """Rank 0 may have looked for the last folder; where all nodes have it, the start is wanted."""
+    with nodes.world(0, 1) as run:
+        run(OnNodes(case_on(nodes, stop_at=5)))
+    for on, warns in (((0, 1), False), ((2, 1), True)):
+        with nodes.world(*on) as run:
+            begun, *_ = run(OnNodes(case_on(nodes, stop_at=1)))
+        text = f"although other nodes have {nodes.mounted}/out/checkpoint-5"
+        assert any(text in line for line in begun.warnings) == warns
+
+
+@pytest.mark.long
 def test_fewer_and_more_nodes(
     nodes: Nodes, hf_ranks: Pools, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
