@@ -318,7 +318,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         is_sum = reduce_op == "sum" and group is None and isinstance(reduced, torch.Tensor)
         if copies == 1 or not is_sum:
             return reduced
-        return reduced / copies if reduced.is_floating_point() else reduced // copies
+        # Rounded up, so that the vote of a single rank counts.
+        return reduced / copies if reduced.is_floating_point() else -(-reduced // copies)
 
     @property
     @override
