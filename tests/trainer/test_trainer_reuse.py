@@ -191,7 +191,7 @@ def test_pickled_and_copied_strategies_train_and_resume(
 def test_a_module_is_trained_again_as_a_new_one(stage: int, worlds: Pools) -> None:
     """Without the gradient hooks of the first engine."""
     for again, new in worlds.run(2, partial(losses_of_second_fits, stage)):
-        assert len(again) == 3 * LENGTH // GLOBAL_BATCH
+        assert len(again) == 2 * LENGTH // GLOBAL_BATCH
         assert again == new
 
 
