@@ -79,6 +79,19 @@ def evaluation_engine(module: torch.nn.Module, config: Mapping[str, Any], device
     return engine
 
 
+def gather_from_tensor_ranks(value: Any, engine: Any) -> list[Any]:
+    """Return the values of the tensor ranks of this data rank; collective among these."""
+    found: list[Any] = [None] * tensor_ranks(engine)
+    group = engine.mpu.get_tensor_model_parallel_group()
+    distributed.all_gather_object(found, value, group=group)
+    return found
+
+
+def is_of_all_ranks(group: Any) -> bool:
+    """Whether a process group is that of all ranks, which None stands for."""
+    return group is None or group == distributed.group.WORLD
+
+
 def samples_overcount(engine: Any) -> int:
     """Return how many times DeepSpeed counts each sample: tensor ranks are data ranks to it."""
     ranks = tensor_ranks(engine)
@@ -106,8 +119,9 @@ def unfit_run(engine: Any, release: str) -> Iterator[str]:
         return
     if engine.autotp_size() != size:
         yield (
-            "tensor or model parallelism by your own mpu: use DeepSpeed's AutoTP "
-            "(tensor_parallel.autotp_size)"
+            "tensor or model parallelism by your own mpu, or by an earlier engine of this process: "
+            "use DeepSpeed's AutoTP (tensor_parallel.autotp_size), and a process for each number "
+            "of tensor ranks"
         )
         return
     tensor_rank = distributed.get_rank(engine.mpu.get_tensor_model_parallel_group())

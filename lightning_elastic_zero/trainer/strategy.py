@@ -30,7 +30,12 @@ from lightning_elastic_zero.engine.support import (
     report_abandoned_builds,
     use_accelerator,
 )
-from lightning_elastic_zero.engine.tensor_parallel import evaluation_engine, remove_input_check
+from lightning_elastic_zero.engine.tensor_parallel import (
+    evaluation_engine,
+    is_of_all_ranks,
+    remove_input_check,
+)
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.registry import register_names
 from lightning_elastic_zero.trainer.accumulation import GradientAccumulation
 from lightning_elastic_zero.trainer.batches import BatchController
@@ -318,8 +323,28 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         is_sum = reduce_op == "sum" and group is None and isinstance(reduced, torch.Tensor)
         if copies == 1 or not is_sum:
             return reduced
-        # Rounded up, so that the vote of a single rank counts.
-        return reduced / copies if reduced.is_floating_point() else -(-reduced // copies)
+        if reduced.is_floating_point():
+            return reduced / copies
+        return -(-reduced // copies)  # Rounded up: a flag of one tensor rank counts.
+
+    @override
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gather a tensor of each data rank.
+
+        Raises UnsupportedError for ``sync_grads`` with tensor parallelism: only the first tensor
+        rank of each data rank would get gradients.
+        """
+        copies = self._grid.tensor
+        copied = copies > 1 and is_of_all_ranks(group)
+        if copied and sync_grads:
+            msg = (
+                "all_gather(sync_grads=True) with tensor parallelism: only one tensor rank of each "
+                "data rank would get gradients. Gather without gradients, or use "
+                "tensor_parallel_size=1"
+            )
+            raise UnsupportedError(msg)
+        gathered = super().all_gather(tensor, group, sync_grads)
+        return gathered[::copies] if copied else gathered
 
     @property
     @override
@@ -360,7 +385,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         """Prepare for the hooks of a batch, then move it."""
         if is_fitting(trainer := self._trainer) and trainer.training:
             self._resumer.before_batch_transfer(trainer)
-        self._same_batches.before_batch(trainer, batch)
+        self._same_batches.before_batch(trainer, self.deepspeed_engine, batch)
         return super().batch_to_device(batch, *args, **kwargs)
 
     @override

@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import xxhash
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -20,9 +22,13 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.options import check_count
-from lightning_elastic_zero.core.tensors import tensors_of
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states
-from lightning_elastic_zero.engine.tensor_parallel import SECTION, SIZE, configured_size
+from lightning_elastic_zero.engine.tensor_parallel import (
+    SECTION,
+    SIZE,
+    configured_size,
+    gather_from_tensor_ranks,
+)
 from lightning_elastic_zero.errors import UnsupportedError
 
 OPTION = "tensor_parallel_size"
@@ -77,9 +83,11 @@ def seed_workers(loader: object, trainer: pl.Trainer) -> None:
 
 def count_data_ranks(module: nn.Module, grid: RankGrid) -> None:
     """Let torchmetrics in a module gather the states of data ranks, not those of all ranks."""
-    for metric in module.modules() if grid.tensor > 1 else ():
-        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
-            metric.dist_sync_fn = _OfDataRanks(grid.tensor)
+    function = _OfDataRanks(grid.tensor) if grid.tensor > 1 else None
+    for metric in module.modules():
+        # An earlier run with another number of tensor ranks may have set it.
+        if isinstance(metric, Metric) and isinstance(metric.dist_sync_fn, _OfDataRanks | None):
+            metric.dist_sync_fn = function
 
 
 class _OfDataRanks:
@@ -96,30 +104,31 @@ class _OfDataRanks:
 class SameBatchCheck:
     """Compares the first batch of each stage, and of training the random states, between ranks.
 
-    Different samples on the ranks of one data rank would silently train another model. Only tensors
-    are compared.
+    Different samples on the ranks of one data rank would silently train another model. Tensors,
+    arrays, texts and numbers are compared, in dicts, lists, tuples and dataclasses.
     """
 
     def __init__(self, get_ranks: Callable[[], Ranks]) -> None:
         self._get_ranks = get_ranks
         self._done: set[object] = set()
 
-    def before_batch(self, trainer: pl.Trainer, batch: object) -> None:
+    def before_batch(self, trainer: pl.Trainer, engine: Any, batch: object) -> None:
         """Compare a batch before it is used; collective in the first one of each stage."""
         grid, stage = grid_of(trainer), trainer.state.stage
         if grid.tensor == 1 or stage is None or stage in self._done:
             return
         self._done.add(stage)
-        found = {"samples": tensors_of(batch)}
+        mine = {"samples": _digest(batch)}
         if trainer.training:
             states = collect_rng_states(trainer.strategy.root_device)
             # Others may draw on rank 0 only, and have no effect on the model.
-            found["random numbers"] = tensors_of([states[k] for k in states if k not in _OTHERS])
-        of_ranks = self._get_ranks().all_gather(
-            f"compare the first batch of tensor ranks ({stage.value})",
-            lambda: {what: _digest(tensors) for what, tensors in found.items()},
-        )
-        for rank, digests in enumerate(of_ranks):
+            mine["random numbers"] = _digest([states[k] for k in states if k not in _OTHERS])
+            step = f"compare the first batch of tensor ranks ({stage.value})"
+            of_ranks = dict(enumerate(self._get_ranks().all_gather(step, lambda: mine)))
+        else:  # Another data rank may have no batch, for example in a prediction.
+            first = grid.data_rank(trainer.global_rank) * grid.tensor
+            of_ranks = dict(enumerate(gather_from_tensor_ranks(mine, engine), first))
+        for rank, digests in of_ranks.items():
             first = rank - rank % grid.tensor
             if differing := [what for what in digests if digests[what] != of_ranks[first][what]]:
                 msg = (
@@ -134,9 +143,18 @@ class SameBatchCheck:
 _OTHERS = ("python", "numpy")
 
 
-def _digest(tensors: Any) -> str:
+def _digest(batch: object) -> str:
     digest = xxhash.xxh3_128()
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+    def add(leaf: Any) -> None:
+        if not isinstance(leaf, torch.Tensor):
+            is_array = isinstance(leaf, np.ndarray) and leaf.dtype != object  # repr is shortened
+            digest.update(leaf.tobytes() if is_array else repr(leaf).encode(errors="replace"))
+        elif not (leaf.is_nested or leaf.is_quantized):  # Their bytes cannot be read.
+            dense = leaf.detach().cpu()
+            dense = dense if dense.layout is torch.strided else dense.to_dense()
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
+            digest.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+    apply_to_collection(batch, (torch.Tensor, np.ndarray, str, bytes, int, float), add)
     return digest.hexdigest()

@@ -513,8 +513,9 @@ BY_SAVE = {
     ),
     "an mpu of Megatron's": refused(
         tensor_parallel_by_mpu,
-        "tensor or model parallelism by your own mpu: use DeepSpeed's AutoTP "
-        "(tensor_parallel.autotp_size)",
+        "tensor or model parallelism by your own mpu, or by an earlier engine of this process: use "
+        "DeepSpeed's AutoTP (tensor_parallel.autotp_size), and a process for each number of tensor "
+        "ranks",
     ),
     "sequences by a mesh": refused(
         sequences_by_a_mesh,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from lightning.pytorch.strategies import Strategy
 from torch import distributed, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import SumMetric
 from typing_extensions import override
 
 from lightning_elastic_zero import fingerprint_checkpoint, inspect_checkpoint
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
+from lightning_elastic_zero.trainer.tensor_parallel import _digest
 from tests.support.engines import forget_tensor_ranks
 from tests.support.fits import SMALL_BUCKETS, FitCase, quiet_trainer
 from tests.support.outcome import error_text
@@ -59,6 +62,12 @@ class CutNet(RecordingNet):
         self.counted.update(len(batch[0]))
         self.log("samples", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
         self.log("counted", self.counted)
+        gathered: Any = self.all_gather(torch.ones(1))
+        self.log("gathered", gathered.sum())
+
+    @override
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch[0])
 
 
 class ShardedNet(CutNet):
@@ -203,13 +212,31 @@ def test_the_same_ranks_continue_bit_for_bit(
     assert fingerprint_checkpoint(tmp_path / "end.ckpt") == end
 
 
+class Streamed(IterableDataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        samples = IndexedSamples(SAMPLES, 0.0)
+        return (samples[index] for index in range(self.count))
+
+
 def evaluate_on(run: FitCase) -> dict[str, float]:
     with engine_forgotten():
         strategy = ElasticDeepSpeedStrategy(**run.strategy)
         trainer = quiet_trainer(strategy)
         loader = DataLoader(IndexedSamples(SAMPLES, 0.0), batch_size=2)
-        (found,) = trainer.validate(CutNet(run), loader, ckpt_path=run.ckpt_path, verbose=False)
-        return {name: float(value) for name, value in found.items()}
+        (values,) = trainer.validate(CutNet(run), loader, ckpt_path=run.ckpt_path, verbose=False)
+        vote = trainer.strategy.reduce(torch.tensor(int(trainer.is_global_zero)), reduce_op="sum")
+        # In a prediction, other data ranks have no batch. ZeRO-3 needs one on each.
+        has_data = (
+            strategy.zero_stage_3 or trainer.global_rank < run.strategy["tensor_parallel_size"]
+        )
+        one = DataLoader(Streamed(1 if has_data else 0))
+        predicted: Any = trainer.predict(CutNet(run), one, ckpt_path=run.ckpt_path)
+        found = {**values, "vote": vote, "predicted": predicted[0] if predicted else None}
+        return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def test_evaluations_count_data_ranks(worlds: Pools, tmp_path: Path) -> None:
@@ -218,11 +245,33 @@ def test_evaluations_count_data_ranks(worlds: Pools, tmp_path: Path) -> None:
     for grid in (Grid(1, 1), Grid(2, 1), SQUARE, Grid(2, 2, 3)):
         run = grid.case(tmp_path, seed=7).resumed("end", strategy=grid.options())
         found[str(grid)] = worlds.run(grid.world, partial(evaluate_on, run))
+        assert [of_rank.pop("gathered") for of_rank in found[str(grid)]] == [grid.data] * grid.world
     expected = found[str(Grid(1, 1))][0]
     assert expected["samples"] == expected["counted"] == SAMPLES
+    assert expected["vote"] == 1
     for of_ranks in found.values():
         for of_rank in of_ranks:
-            assert of_rank == pytest.approx(expected, rel=1e-5)
+            assert of_rank == pytest.approx({name: expected[name] for name in of_rank}, rel=1e-5)
+
+
+@dataclass
+class Texts:
+    ids: list[int]
+    text: str
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"x": torch.zeros(3)}, {"x": torch.ones(3)}),
+        (["a question"], ["an answer"]),
+        (Texts([1], "a"), Texts([1], "b")),
+        ([np.zeros(2000)], [np.eye(1, 2000)[0]]),
+        (torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()),
+    ],
+)
+def test_any_content_of_a_batch_is_compared(one: object, other: object) -> None:
+    assert _digest(one) == _digest(copy.deepcopy(one)) != _digest(other)
 
 
 def fit_twice_on(run: FitCase, *, renews: bool) -> tuple[list[float], str]:
