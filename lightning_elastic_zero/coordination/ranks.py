@@ -33,6 +33,9 @@ from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import ElasticZeroError
 
+T = TypeVar("T")
+J = TypeVar("J")
+
 MOST_CHARACTERS = 150
 """Length to which ranks other than rank 0 shorten the message of a common error."""
 
@@ -46,6 +49,21 @@ def any_rank(*, flag: bool, device: torch.device) -> bool:
     flags = torch.tensor([int(flag)], device=device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())
+
+
+def is_of_all_ranks(group: Any) -> bool:
+    """Whether a process group is that of all ranks, which None stands for."""
+    return group is None or group == dist.group.WORLD
+
+
+def gather_from_group(value: T, group: Any) -> list[T]:
+    """Return the values of the ranks of a process group, by rank; collective in this group.
+
+    For ranks that make the same steps while others may make none.
+    """
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 @functools.cache
@@ -123,10 +141,6 @@ def _gloo_workers() -> dict[str, tuple[str, ...]]:
                 switches = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
                 workers[task.name] = (status["State"][0], *(status[key] for key in switches))
     return workers
-
-
-T = TypeVar("T")
-J = TypeVar("J")
 
 
 class Ranks(Protocol):

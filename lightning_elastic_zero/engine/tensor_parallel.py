@@ -79,17 +79,9 @@ def evaluation_engine(module: torch.nn.Module, config: Mapping[str, Any], device
     return engine
 
 
-def gather_from_tensor_ranks(value: Any, engine: Any) -> list[Any]:
-    """Return the values of the tensor ranks of this data rank; collective among these."""
-    found: list[Any] = [None] * tensor_ranks(engine)
-    group = engine.mpu.get_tensor_model_parallel_group()
-    distributed.all_gather_object(found, value, group=group)
-    return found
-
-
-def is_of_all_ranks(group: Any) -> bool:
-    """Whether a process group is that of all ranks, which None stands for."""
-    return group is None or group == distributed.group.WORLD
+def tensor_group(engine: Any) -> Any:
+    """Return the process group of the tensor ranks of this data rank."""
+    return engine.mpu.get_tensor_model_parallel_group()
 
 
 def samples_overcount(engine: Any) -> int:
@@ -124,7 +116,7 @@ def unfit_run(engine: Any, release: str) -> Iterator[str]:
             "of tensor ranks"
         )
         return
-    tensor_rank = distributed.get_rank(engine.mpu.get_tensor_model_parallel_group())
+    tensor_rank = distributed.get_rank(tensor_group(engine))
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     if size * data_ranks != ranks or rank % size != tensor_rank:
         yield (

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.checkpoint.types import CheckpointStats
-from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.coordination.ranks import Ranks, is_of_all_ranks
 from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.options import check_flag, take, takes
 from lightning_elastic_zero.engine.support import (
@@ -32,7 +32,6 @@ from lightning_elastic_zero.engine.support import (
 )
 from lightning_elastic_zero.engine.tensor_parallel import (
     evaluation_engine,
-    is_of_all_ranks,
     remove_input_check,
 )
 from lightning_elastic_zero.errors import UnsupportedError

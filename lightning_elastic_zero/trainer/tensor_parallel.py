@@ -19,7 +19,7 @@ from torch import nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_elastic_zero.coordination.ranks import Ranks
+from lightning_elastic_zero.coordination.ranks import Ranks, gather_from_group
 from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.options import check_count
 from lightning_elastic_zero.data_progress.sampler import collect_rng_states
@@ -27,7 +27,7 @@ from lightning_elastic_zero.engine.tensor_parallel import (
     SECTION,
     SIZE,
     configured_size,
-    gather_from_tensor_ranks,
+    tensor_group,
 )
 from lightning_elastic_zero.errors import UnsupportedError
 
@@ -127,7 +127,7 @@ class SameBatchCheck:
             of_ranks = dict(enumerate(self._get_ranks().all_gather(step, lambda: mine)))
         else:  # Another data rank may have no batch, for example in a prediction.
             first = grid.data_rank(trainer.global_rank) * grid.tensor
-            of_ranks = dict(enumerate(gather_from_tensor_ranks(mine, engine), first))
+            of_ranks = dict(enumerate(gather_from_group(mine, tensor_group(engine)), first))
         for rank, digests in of_ranks.items():
             first = rank - rank % grid.tensor
             if differing := [what for what in digests if digests[what] != of_ranks[first][what]]:
