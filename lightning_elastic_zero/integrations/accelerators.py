@@ -45,12 +45,18 @@ from lightning_elastic_zero.integrations.differences import (
 )
 from lightning_elastic_zero.integrations.engines import (
     OTHER_OPTIONS,
+    SEQUENCE_RANKS,
     EngineCheckpoints,
     Loaded,
     Loop,
     LoopOptions,
     bound_options,
     is_engine,
+)
+from lightning_elastic_zero.integrations.sequences import (
+    is_adapter,
+    sequence_ranks,
+    shared_loader,
 )
 from lightning_elastic_zero.integrations.series import folders_of, resume_folder
 from lightning_elastic_zero.storage.file_write import replace_durably
@@ -139,7 +145,13 @@ class AcceleratorBinding:
         """
         accelerator = self._accelerator
         _check_supported(accelerator)
-        for method in (self._prepare, self._load_state, self._save_state, self._free_memory):
+        for method in (
+            self._prepare,
+            self._deepspeed_ulysses_dl_adapter,
+            self._load_state,
+            self._save_state,
+            self._free_memory,
+        ):
             name = method.__name__.removeprefix("_")
             bound = partial(method, getattr(accelerator, name))
             setattr(accelerator, name, functools.wraps(getattr(accelerator, name))(bound))
@@ -157,7 +169,23 @@ class AcceleratorBinding:
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
         self._bind_engines(prepared if isinstance(prepared, tuple) else (prepared,))
-        return prepared
+        if isinstance(prepared, tuple):
+            return tuple(map(self._with_epochs, prepared))
+        return self._with_epochs(prepared)
+
+    def _deepspeed_ulysses_dl_adapter(
+        self, adapt: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        return self._with_epochs(adapt(*args, **kwargs))
+
+    def _with_epochs(self, prepared: Any) -> Any:
+        """Return what accelerate has prepared, with a loader of its own for an adapter."""
+        if not is_adapter(prepared):
+            return prepared
+        shared = shared_loader(prepared, self._accelerator.process_index)
+        loaders = self._accelerator._dataloaders
+        loaders[:] = [shared if loader is prepared.dl else loader for loader in loaders]
+        return shared
 
     def _bind_engines(self, prepared: Any) -> None:
         for engine in prepared:
@@ -295,13 +323,6 @@ def _check_supported(accelerator: Any) -> None:
             "resume in a later epoch: install accelerate 1.15 or newer"
         )
         raise UnsupportedError(msg)
-    if accelerator.parallelism_config and accelerator.parallelism_config.sp_size > 1:
-        msg = (
-            f"parallelism_config has sp_size={accelerator.parallelism_config.sp_size}: after a "
-            "resume, sequence parallelism under accelerate repeats the first epoch's order. "
-            "elastic() does not support it: remove it"
-        )
-        raise UnsupportedError(msg)
 
 
 def _tag(index: int) -> str:
@@ -372,14 +393,15 @@ class RunState:
         return self._reference()
 
     def record(self) -> dict[str, Any]:
-        """Return how schedulers are stepped, and the epochs of the loaders."""
+        """Return how schedulers are stepped, the epochs of the loaders, and the sequence ranks."""
         if self.accelerator is None:  # The user has kept the engine only.
             return {}
         ranks, epochs = self.accelerator.num_processes, dict[str, list[int]]()
         for loader in self.accelerator._dataloaders:
             epochs.setdefault(_describe_loader(loader), []).append(self._epoch_of(loader))
         units = [_units_of(scheduler, ranks) for scheduler in self._schedulers()]
-        return {_SCHEDULERS: units, _LOADERS: epochs}
+        shared = sequence_ranks(self.accelerator)
+        return {_SCHEDULERS: units, _LOADERS: epochs, SEQUENCE_RANKS: shared}
 
     def _epoch_of(self, loader: Any) -> int:
         """Return a loader's epoch: after the last batch, the next one, which it counts later."""

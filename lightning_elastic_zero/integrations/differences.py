@@ -26,7 +26,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS
 from lightning_elastic_zero.integrations.engines import Loaded
+from lightning_elastic_zero.integrations.sequences import sequence_ranks
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +59,9 @@ def warn_of_data(
         differences: additional reasons from the caller.
     """
     reasons = [*differences]
-    accumulations = (loaded.accumulate, accelerator.gradient_accumulation_steps)
-    changed = loaded.differs(accelerator.num_processes, accelerator.gradient_accumulation_steps)
+    accumulate, shared = accelerator.gradient_accumulation_steps, sequence_ranks(accelerator)
+    changed = loaded.differs(accelerator.num_processes, accumulate, shared)
+    reasons += _sequence_differences(loaded, accelerator)
     if changed and loader is not None and accelerator.dataloader_config.use_stateful_dataloader:
         reasons.append("use_stateful_dataloader keeps one rank's position, which no other can use")
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
@@ -70,8 +73,9 @@ def warn_of_data(
             reasons += _order_differences(loader, *counts, in_first_epoch=in_first_epoch)
         samples = loaded.result.manifest.progress.global_batch_size
         if changed and samples:
-            micro_steps = {max(1, samples // each) for each in accumulations}
-            reasons += _remainders(loader, samples, micro_steps)
+            rounds = {max(1, samples // accumulate) * shared}
+            rounds.add(max(1, samples // loaded.accumulate) * (loaded.sequence_ranks or shared))
+            reasons += _remainders(loader, samples, rounds)
     elif changed and isinstance(loader, DataLoader):
         reasons.append("an iterable dataset is read again up to the resumed batch")
     if reasons and accelerator.is_main_process:
@@ -82,6 +86,35 @@ def warn_of_data(
             loaded.world_size,
             "; ".join(reasons),
         )
+
+
+def _sequence_differences(loaded: Loaded, accelerator: Any) -> Iterator[str]:
+    """Yield differences because of sequence parallelism."""
+    was, shared = loaded.sequence_ranks, sequence_ranks(accelerator)
+    manifest, stage = loaded.result.manifest, accelerator.deepspeed_plugin.zero_stage
+    before, now = _gradient_factor(manifest.stage, was or shared), _gradient_factor(stage, shared)
+    if was is not None and before != now:
+        yield (
+            f"DeepSpeed multiplies gradients by {now} instead of {before} (by sp_size; in ZeRO-3 "
+            "by 1), so clipping acts on other norms, and Adam's moments are of the old scale. "
+            f"Multiply the loss by {Fraction(before, now)} in this run"
+        )
+    micro_steps = manifest.progress.global_steps * loaded.accumulate
+    if was is None and micro_steps % shared and accelerator.num_processes > shared:
+        yield (
+            "it was saved without elastic(), after a number of micro-batches that is not a "
+            f"multiple of sp_size={shared}: up to {shared - 1} batches of each rank are repeated "
+            "and as many are left out"
+        )
+
+
+def _gradient_factor(stage: int, shared: int) -> int:
+    """Return by what DeepSpeed multiplies the gradients of sequences that ranks share.
+
+    It averages them over data ranks, as if each rank had a part of the sum. But the Trainer's loss
+    is a mean that has passed all ranks of a sequence. ZeRO-3's ``reduce_scatter`` does not.
+    """
+    return 1 if stage == STAGE_WEIGHTS else shared
 
 
 def _order_differences(loader: Any, was: int, now: int, *, in_first_epoch: bool) -> Iterator[str]:
@@ -124,22 +157,28 @@ def _seeds_itself(loader: Any, sampler: Any) -> bool:
     return any(all(seed is not other for other in others) for seed in seeds)
 
 
-def _remainders(loader: Any, samples: int, micro_steps: set[int]) -> Iterator[str]:
+def _remainders(loader: Any, samples: int, rounds: set[int]) -> Iterator[str]:
     """Yield differences at the end of an epoch.
 
     Args:
         loader: the DataLoader.
         samples: those of an optimizer step.
-        micro_steps: samples of a micro-step on all ranks, in both runs.
+        rounds: samples that all ranks read at a time, in both runs: those of a micro-step; with
+            sequence parallelism, of ``sp_size`` micro-steps.
     """
     batches, sampler = samplers_of(loader)
     counted = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
     each = getattr(batches, "batch_size", None) or 0 if sampler is batches else 1
     count = len(counted) * each if isinstance(counted, Sized) else 0
     rest = count % samples
-    if not any(count % each for each in micro_steps):
+    if not any(count % each for each in rounds):
         return
-    if getattr(batches, "drop_last", False):
+    if (unit := math.lcm(samples, *rounds)) > samples:
+        yield (
+            f"{count} samples are not a multiple of {unit}, which all ranks read in sp_size "
+            f"micro-steps: epochs may end at another step. Leave out {count % unit} samples"
+        )
+    elif getattr(batches, "drop_last", False):
         yield (
             f"{count} samples are not a multiple of the {samples} of a step, and drop_last makes "
             "the steps of an epoch depend on the number of ranks: epochs may end at another step. "
@@ -219,7 +258,8 @@ def _data_differences(trainer: Any, loaded: Loaded, loader: Any) -> Iterator[str
             "the Trainer does not find its position in a later pass over an iterable dataset "
             "without a length: define __len__"
         )
-    if not loaded.differs(args.world_size, args.gradient_accumulation_steps):
+    shared = sequence_ranks(trainer.accelerator)
+    if not loaded.differs(args.world_size, args.gradient_accumulation_steps, shared):
         return
     if _weighs_tokens(trainer) and not args.average_tokens_across_devices:
         yield (

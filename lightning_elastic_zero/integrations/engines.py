@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 RECORD = "lightning_elastic_zero"
 """Key of this package's own entry in the client state of an engine."""
 
+SEQUENCE_RANKS = "sequence_ranks"
+"""Entry of the record: how many ranks share a sequence (accelerate's ``sp_size``)."""
+
 _SCHEDULE = "schedule"
 """Entry of the record: the settings of DeepSpeed's own scheduler."""
 
@@ -101,17 +104,23 @@ class Loaded:
 
     @property
     def world_size(self) -> int:
-        """Data-parallel ranks of the run that saved."""
+        """Ranks of the run that saved, over which ZeRO partitioned its state."""
         return self.result.manifest.world_size
+
+    @property
+    def sequence_ranks(self) -> int | None:
+        """Ranks that shared a sequence in the run that saved; None if it is not recorded."""
+        return self.record.get(SEQUENCE_RANKS)
 
     @property
     def accumulate(self) -> int:
         """Micro-batches per optimizer step in the run that saved."""
         return max(1, self.result.manifest.progress.gradient_accumulation_steps)
 
-    def differs(self, world_size: int, accumulate: int) -> bool:
+    def differs(self, world_size: int, accumulate: int, sequence_ranks: int) -> bool:
         """Whether this run divides its steps differently among ranks and micro-batches."""
-        return (self.world_size, self.accumulate) != (world_size, accumulate)
+        was = (self.world_size, self.accumulate, self.sequence_ranks or sequence_ranks)
+        return was != (world_size, accumulate, sequence_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,7 +451,8 @@ class EngineCheckpoints:
         """
         accumulate = max(1, manifest.progress.gradient_accumulation_steps)
         was = (manifest.world_size, accumulate)
-        now = (_world_size(self._engine), self._engine.gradient_accumulation_steps())
+        engine = self._engine
+        now = (_world_size(engine), engine.gradient_accumulation_steps())
         if was == now or not (path.parent / "random_states_0.pkl").is_file():
             return
         msg = (
@@ -460,18 +470,19 @@ class EngineCheckpoints:
             CheckpointMismatchError: it differs, and the options do not allow that.
         """
         was, engine = manifest.progress.global_batch_size, self._engine
-        now, world_size = int(engine.train_batch_size()), _world_size(engine)
+        now, data_ranks = int(engine.train_batch_size()), _data_ranks(engine)
         if was is None or was == now or self._options.allow_global_batch_change:
             return
         micro = engine.train_micro_batch_size_per_gpu()
         accumulate = engine.gradient_accumulation_steps()
-        names = self._loop.batch_names
+        names, ranks = self._loop.batch_names, _world_size(engine)
+        counted = f"{ranks} ranks" if ranks == data_ranks else f"{data_ranks} data ranks"
         msg = (
             f"the checkpoint was saved with {was} samples per optimizer step on "
             f"{manifest.world_size} ranks; this run has {now} ({names[0]}={micro} x "
-            f"{names[1]}={accumulate} x {world_size} ranks). The learning rate schedule, the steps "
+            f"{names[1]}={accumulate} x {counted}). The learning rate schedule, the steps "
             "per epoch and the position in the data depend on it. "
-            f"{_keeping(was, micro, world_size, names)} "
+            f"{_keeping(was, micro, data_ranks, names)} "
             "Or pass elastic(..., allow_global_batch_change=True)"
         )
         raise CheckpointMismatchError(msg)
@@ -515,22 +526,30 @@ def _configured_rates(scheduler: Any) -> list[float]:
 
 
 def _world_size(engine: Any) -> int:
-    """Return the data-parallel ranks that share a global batch."""
+    """Return the ranks over which ZeRO partitions the state, and each of which may have files."""
+    return int(engine.seq_dp_world_size)
+
+
+def _data_ranks(engine: Any) -> int:
+    """Return the ranks that share a global batch; the ranks of one sequence count once."""
     of_rank = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     return int(engine.train_batch_size()) // int(of_rank)
 
 
-def _keeping(samples: int, micro: int, world_size: int, names: tuple[str, str]) -> str:
-    """Return the settings that keep a global batch on this number of ranks."""
+def _keeping(samples: int, micro: int, data_ranks: int, names: tuple[str, str]) -> str:
+    """Return the settings that keep a global batch on a number of data ranks."""
     try:
-        plan = plan_batches(samples, micro, world_size)
+        plan = plan_batches(samples, micro, data_ranks)
     except UnsupportedError:
         counts = [n for n in range(1, samples + 1) if samples % n == 0]
-        near = sorted(sorted(counts, key=lambda count: abs(count - world_size))[:4])
-        of_rank, rest = divmod(samples, world_size)
+        near = sorted(sorted(counts, key=lambda count: abs(count - data_ranks))[:4])
+        of_rank, rest = divmod(samples, data_ranks)
         if rest:
             listed = ", ".join(map(str, near))
-            return f"{samples} samples cannot be shared by {world_size} ranks: use {listed} ranks."
+            return (
+                f"{samples} samples cannot be shared by {data_ranks} data ranks: use {listed} of "
+                "them."
+            )
         return f"To keep {samples}, set {names[0]}={of_rank}, {names[1]}=1."
     return (
         f"To keep {samples}, set {names[0]}={plan.largest_micro_batch}, "

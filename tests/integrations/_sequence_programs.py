@@ -1,0 +1,270 @@
+"""Programs of ranks that share sequences (Ulysses) under the Trainer and accelerate."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, skip_first_batches
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+from torch.distributed.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightning_elastic_zero import elastic
+from tests.integrations._hf_programs import (
+    Run,
+    Stop,
+    Stream,
+    Tokens,
+    TrainerCase,
+    Watch,
+    _seen,
+    all_seen,
+    ds_config,
+    library_warnings,
+    seed_everything,
+    state_of,
+    train_to_end,
+    use_gloo,
+)
+from tests.support.outcome import error_text
+
+
+class Sequences(Tokens):
+    """Sequences of random tokens, of which the first is the sample's index."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.tokens[:, 0] = torch.arange(count)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = self.tokens[index]
+        return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(len(tokens))}
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
+        """Read several samples, as the datasets of Hugging Face do."""
+        return [self[index] for index in indices]
+
+
+class RecordingForCausalLM(LlamaForCausalLM):
+    """A random Llama that records its training samples where their sequences begin.
+
+    transformers chooses the loss by the end of the name.
+    """
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **inputs: Any) -> Any:
+        if self.training and position_ids[0, 0] == 0:
+            _seen.extend(input_ids[:, 0].tolist())
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **inputs)
+
+
+def llama() -> RecordingForCausalLM:
+    torch.manual_seed(3)
+    return RecordingForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def shared_by(ranks: int) -> ParallelismConfig | None:
+    """Return the configuration of sequence parallelism."""
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+    options = {"sp_backend": "deepspeed", "sp_size": ranks, "sp_handler": handler}
+    data_ranks = dist.get_world_size() // ranks
+    return ParallelismConfig(dp_shard_size=data_ranks, **options) if ranks > 1 else None
+
+
+@contextmanager
+def ulysses() -> Iterator[None]:
+    """Let gloo exchange tensors in any group, and undo DeepSpeed's global changes."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.utils import groups
+
+    def scatter(out: Any, tensors: Any, source: int, group: Any) -> None:
+        # torch passes the rank within the group as the rank of all.
+        dist.scatter(out, tensors, group=group, group_src=source)
+
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        with patch.object(functional, "dist", _Gloo(scatter)):
+            yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+        groups.mpu = None
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = None
+        parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+
+
+class _Gloo:
+    """``torch.distributed`` with another ``scatter``."""
+
+    def __init__(self, scatter: Any) -> None:
+        self.scatter = scatter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
+@dataclass(frozen=True)
+class SharedCase(TrainerCase):
+    """A run in which ranks share sequences; ``micro`` is required."""
+
+    sequence: int = 1
+    scale: float = 1.0
+    """The factor by which the program multiplies its loss."""
+
+
+class Scaled(Trainer):
+    """Multiplies its loss by a factor."""
+
+    scale = 1.0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return self.scale * super().compute_loss(*args, **kwargs)
+
+
+def train_shared(case: SharedCase) -> Run:
+    """Run a Trainer to its end, or until it is stopped."""
+    use_gloo()
+    run, (micro, accumulate) = Run(), case.micro or (1, 1)
+    arguments = TrainingArguments(
+        output_dir=case.output_dir,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulate,
+        deepspeed=ds_config(case.stage, case.config),
+        parallelism_config=shared_by(case.sequence),
+        num_train_epochs=2,
+        learning_rate=0.01,
+        save_steps=1,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=11,
+        dataloader_pin_memory=False,
+        include_num_input_tokens_seen=True,
+        max_grad_norm=100.0,
+        **case.args,
+    )
+    watch = Watch(run, case)
+    callbacks = [watch, *([Stop(case.stop_at)] if case.stop_at else [])]
+    with ulysses(), library_warnings() as run.warnings, redirect_stderr(io.StringIO()) as shown:
+        trainer = Scaled(
+            llama(), arguments, train_dataset=Sequences(case.samples), callbacks=callbacks
+        )
+        watch.trainer, trainer.scale = trainer, case.scale
+        train_to_end(elastic(trainer) if case.bound else trainer, case, run)
+    run.shown = shown.getvalue()
+    return run
+
+
+def loop_shared(case: SharedCase, start: int = 0) -> Run:
+    """Train with accelerate's own loop from a step on; save after the steps ``state_at``.
+
+    It never calls ``set_epoch``, and skips batches by accelerate's function.
+    """
+    use_gloo()
+    seed_everything(7)
+    run, (micro, accumulate) = Run(), case.micro or (1, 1)
+    with ulysses(), library_warnings() as run.warnings:
+        config = ds_config(case.stage, {"train_micro_batch_size_per_gpu": micro})
+        accelerator = elastic(
+            Accelerator(
+                deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+                gradient_accumulation_steps=accumulate,
+                parallelism_config=shared_by(case.sequence),
+                dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+            ),
+        )
+        model: Any = llama()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loader: Any = DataLoader(Sequences(case.samples), batch_size=micro, shuffle=True)
+        times = accelerator.num_processes
+        schedule: Any = LambdaLR(optimizer, lambda step: 1.0 / (1 + step // times))
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        if case.resume:
+            accelerator.load_state(str(case.resume))
+            run.first_state = state_of(model)
+        _seen.clear()
+        per_epoch, step = len(loader) // accumulate, start
+        losses: list[float] = []
+        for epoch in range(start // per_epoch, 2):
+            model.train()
+            skipped = (step - epoch * per_epoch) * accumulate
+            for batch in skip_first_batches(loader, skipped) if skipped else loader:
+                with accelerator.accumulate(model):
+                    loss = _loss(accelerator, model, batch)
+                    accelerator.backward(case.scale * loss)
+                    losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                if not accelerator.sync_gradients:
+                    continue
+                step += 1
+                run.samples[step] = all_seen()
+                run.losses[step], losses = sum(losses) / accumulate, []
+                run.rates[step] = optimizer.param_groups[0]["lr"]
+                if step in case.state_at:
+                    run.states[step] = state_of(model)
+                    accelerator.save_state(f"{case.output_dir}/step_{step}")
+        model.destroy()
+        accelerator.free_memory()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return run
+
+
+def _loss(accelerator: Accelerator, model: Any, batch: Any) -> torch.Tensor:
+    """Return the mean over all tokens of a micro-batch, as accelerate's guide computes it."""
+    plan = accelerator.parallelism_config
+    if plan is None:
+        loss: torch.Tensor = model(**batch).loss
+        return loss
+    shared: torch.Tensor = deepspeed_sp_compute_loss(accelerator, model, batch, False, plan)
+    return shared
+
+
+def refused_loaders() -> list[str]:
+    """Prepare loaders whose batches cannot be shared; return the errors."""
+    found = []
+    kinds: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (Stream(4), {}),
+        (Sequences(4), {"split_batches": True}),
+        (Sequences(4), {"even_batches": False}),
+    )
+    for data, options in kinds:
+        use_gloo()
+        with ulysses():
+            config = ds_config(1, {"train_micro_batch_size_per_gpu": 2})
+            accelerator = Accelerator(
+                deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+                parallelism_config=shared_by(dist.get_world_size()),
+                dataloader_config=DataLoaderConfiguration(**options),
+            )
+            loader = DataLoader(data, batch_size=2)
+            model = llama()
+            optimizer = torch.optim.AdamW(model.parameters())
+            prepare = elastic(accelerator).prepare
+            found.append(error_text(partial(prepare, model, optimizer, loader)))
+            accelerator.free_memory()
+            AcceleratorState._reset_state(reset_partial_state=True)
+    return found
