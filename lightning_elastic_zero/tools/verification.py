@@ -159,7 +159,7 @@ def _on_other_nodes(reader: CheckpointReader) -> list[str]:
     """Return the files that are not on this node, of a checkpoint on nodes."""
     folder = folder_at(reader.files.folder)
     sizes = folder.sizes(reader.names()) if is_on_nodes(folder.path) else ()
-    return [name for name, size in sizes if isinstance(size, OSError)]
+    return [name for name, size in sizes if isinstance(size, FileNotFoundError)]
 
 
 def _verify_files_here(

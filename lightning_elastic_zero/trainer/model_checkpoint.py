@@ -333,16 +333,17 @@ def _on_rank_zero(trainer: pl.Trainer, look: Callable[[], T]) -> T:
     """Look at files on one rank; return the result, or raise the error, on all."""
     result: T | None = None
     failure = ""
+    cause: Exception | None = None
     if trainer.is_global_zero:
         try:
             result = look()
         except OSError as error:
-            failure = f"{error.filename} cannot be read: {error.strerror}"
+            failure, cause = f"{error.filename} cannot be read: {error.strerror}", error
         except Exception as error:  # noqa: BLE001 (raised on all ranks, which wait for the result)
-            failure = f"{type(error).__name__}: {error}"
+            failure, cause = f"{type(error).__name__}: {error}", error
     result, failure = trainer.strategy.broadcast((result, failure))
     if failure:
-        raise SaveError(failure)
+        raise SaveError(failure) from cause
     return cast("T", result)
 
 
