@@ -63,7 +63,7 @@ test-gpu: ops ## Run the device tests on this machine's GPUs, on one: ARGS=--sha
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -delete
 	$(PYTEST) -m "gpu or device" $(ARGS)
 
-soak: ops ## Kill and restart a run at random for an hour: ARGS="--minutes 10"
+soak: ops ## Kill and restart a run at random for an hour: ARGS="--minutes 10 --nodes"
 	$(PY) -m tests.jobs.soak $(ARGS)
 
 lint: $(INSTALLED) ## Check style, formatting and types

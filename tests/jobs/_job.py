@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -133,6 +134,12 @@ def start_process(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def in_own_mounts(commands: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return a prefix that runs a command in a mount namespace, after mount commands."""
+    text = " && ".join(shlex.join(command) for command in commands)
+    return ("unshare", "--mount", "sh", "-c", f'{text} && exec "$@"', "sh")
 
 
 EXAMPLE = ROOT / "examples" / "torchrun"

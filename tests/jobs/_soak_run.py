@@ -35,6 +35,8 @@ class SoakRun:
     stage: int = 3
     async_save: bool = False
     module_weights: bool = False
+    on_nodes: bool = False
+    """Save each step on ``node://``, where each node has its own disk."""
     record_at: tuple[int, ...] = ()
     """Steps after which an undisturbed run records its state; empty for a run of the soak."""
 
@@ -42,6 +44,11 @@ class SoakRun:
     def read(cls, text: str) -> SoakRun:
         values = json.loads(text)
         return cls(**{**values, "record_at": tuple(values["record_at"])})
+
+    @property
+    def dirpath(self) -> str:
+        """The folder of the checkpoints."""
+        return f"node://{self.folder}/local/run" if self.on_nodes else f"{self.folder}/checkpoints"
 
     def write(self) -> str:
         return json.dumps(asdict(self))
@@ -93,13 +100,13 @@ def main(run: SoakRun) -> None:
     callbacks: list[Callback] = [StateRecorder(run)]
     if not run.record_at:
         saves = ModelCheckpoint(
-            dirpath=Path(run.folder) / "checkpoints",
+            dirpath=run.dirpath,
             filename="{step}",
             monitor="step",
             mode="max",
             save_top_k=3,
             save_last="link",
-            every_n_train_steps=SAVE_EVERY,
+            every_n_train_steps=1 if run.on_nodes else SAVE_EVERY,
             enable_version_counter=False,
         )
         callbacks = [saves, Watch(run.folder)]

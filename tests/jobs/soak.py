@@ -7,6 +7,9 @@ model, whose state after each step does not depend on the number of devices. Wor
 killed at any time and during saves, nodes join, all nodes are killed and restarted with another
 ZeRO stage and other save options, and the newest checkpoint is damaged. Each world records its
 state when it starts.
+
+With ``--nodes``, each step is saved on ``node://``: each node has its own disk, which is lost when
+the node is killed, and the damaged file is one of two copies.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +31,7 @@ from statistics import median
 
 from typing_extensions import override
 
-from tests.jobs._job import RENDEZVOUS, Job, StepRecord, job
+from tests.jobs._job import RENDEZVOUS, Job, StepRecord, in_own_mounts, job
 from tests.jobs._soak_run import SAVE_EVERY, SoakRun
 from tests.support.processes import HANG_TIMEOUT_S
 from tests.support.ranks import ROOT, environment
@@ -98,6 +102,32 @@ class SoakJob(Job):
     def alive(self) -> list[int]:
         return [node for node in self.agents if node not in self.killed]
 
+    def saved(self) -> Iterator[Path]:
+        """Yield the folders of checkpoints, published or not."""
+        return self.checkpoints.glob("step=*.ckpt")
+
+
+@dataclass
+class SoakJobOnNodes(SoakJob):
+    """A job whose nodes see a disk of their own at the same path."""
+
+    def disk(self, node: int) -> Path:
+        return self.folder / f"disk-{node}"
+
+    @override
+    def prefix(self, node: int) -> tuple[str, ...]:
+        (local := self.folder / "local").mkdir(exist_ok=True)
+        self.disk(node).mkdir(exist_ok=True)
+        return in_own_mounts([("mount", "--bind", str(self.disk(node)), str(local))])
+
+    @override
+    def saved(self) -> Iterator[Path]:
+        return self.folder.glob("disk-*/run/step=*.ckpt")
+
+    @override
+    def unpublished(self) -> list[Path]:
+        return [path for path in self.saved() if not (path / "manifest.json").exists()]
+
 
 class Soak:
     """The driver: it disturbs a job for a given time, and checks the results."""
@@ -161,21 +191,24 @@ class Soak:
             nodes.signal(node, signal.SIGKILL, agent=False)
         elif kind in {KILL_NODE, KILL_IN_SAVE}:
             nodes.kill(node)
-        elif kind in {OTHER_STAGE, DAMAGE}:
-            nodes.kill(*nodes.alive)
+            if isinstance(nodes, SoakJobOnNodes):
+                shutil.rmtree(nodes.disk(node))
+        alive = nodes.alive
+        if kind in {OTHER_STAGE, DAMAGE}:
+            nodes.kill(*alive)
         step = max((line.step for line in self._steps()), default=0)
-        in_background = nodes.run.async_save
+        in_background = nodes.run.async_save or nodes.run.on_nodes
         if kind == DAMAGE:
-            self._damage_newest()
+            self._damage_newest(copies=min(2, len(alive)) if nodes.run.on_nodes else 1)
         published = max(self._intact(), default=0)
         if kind in {OTHER_STAGE, DAMAGE}:
-            self._start_all()
+            self._start_all(alive)
         elif kind == JOIN:
             nodes.start(min(set(range(MOST_NODES)) - set(nodes.alive)))
         return Event(kind, at, len(nodes.alive), step, published, in_background)
 
-    def _start_all(self) -> None:
-        """Start a job with another size, stage and save options."""
+    def _start_all(self, before: Sequence[int] = ()) -> None:
+        """Start a job with another stage and save options, and another size if disks are shared."""
         nodes = self.nodes
         nodes.generation += 1
         nodes.run = replace(
@@ -184,15 +217,17 @@ class Soak:
             async_save=self.random.random() < 0.5,
             module_weights=self.random.random() < 0.5,
         )
-        nodes.start(*range(self.random.randint(1, MOST_NODES)))
+        size = self.random.randint(1, MOST_NODES)
+        nodes.start(*(before if before and nodes.run.on_nodes else range(size)))
 
-    def _damage_newest(self) -> None:
-        """Change a byte of the newest checkpoint, if there is an older one."""
+    def _damage_newest(self, copies: int) -> None:
+        """Change a byte of a copy of the newest checkpoint, if there is an older one."""
         *others, newest = sorted(self._intact().items()) or [(0, Path())]
         if not others:
             return
-        self.damaged.add(_written(newest[1]))
-        path = self.random.choice(sorted(newest[1].glob("checkpoint/*_optim_states.pt")))
+        if copies == 1:
+            self.damaged.add(_written(newest[1]))
+        path = self.random.choice(sorted(newest[1].rglob("checkpoint/*_optim_states.pt")))
         data = bytearray(path.read_bytes())
         # The second half of the file contains the tensors.
         data[self.random.randrange(len(data) // 2, len(data) * 3 // 4)] ^= 0x10
@@ -201,7 +236,7 @@ class Soak:
     def _intact(self) -> dict[int, Path]:
         """Return the published checkpoints that were not damaged, by step."""
         found = {}
-        for path in self.nodes.checkpoints.glob("step=*.ckpt"):
+        for path in self.nodes.saved():
             with suppress(FileNotFoundError):  # A live run deletes checkpoints.
                 if _written(path) not in self.damaged:
                     found[int(path.stem.rpartition("=")[2])] = path
@@ -282,10 +317,10 @@ def _undisturbed(folder: Path, steps: Iterable[int]) -> dict[int, dict[str, str]
 
 
 @contextmanager
-def soak_job(folder: Path) -> Iterator[SoakJob]:
-    with job(folder, kind=SoakJob) as nodes:
+def soak_job(folder: Path, *, on_nodes: bool = False) -> Iterator[SoakJob]:
+    with job(folder, kind=SoakJobOnNodes if on_nodes else SoakJob) as nodes:
         assert isinstance(nodes, SoakJob)
-        nodes.run = SoakRun(str(folder))
+        nodes.run = SoakRun(str(folder), on_nodes=on_nodes)
         yield nodes
 
 
@@ -329,9 +364,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nodes", action="store_true", help="save on node://; needs root")
     parser.add_argument("--plot", type=Path, help="file for a plot of the steps over time")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, soak_job(Path(folder) / "run") as nodes:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        soak_job(Path(folder) / "run", on_nodes=options.nodes) as nodes,
+    ):
         soak = Soak(nodes, options.seed)
         soak.run(options.minutes * 60)
         wrong = wrong_restarts(soak, nodes.folder)

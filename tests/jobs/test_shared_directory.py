@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import psutil
 import pytest
 from typing_extensions import override
 
-from tests.jobs._job import AT, LATER, SAVE_EVERY, Job, Undisturbed, job
+from tests.jobs._job import AT, LATER, SAVE_EVERY, Job, Undisturbed, in_own_mounts, job
 from tests.jobs.test_torchrun import FIRST, SECOND, check_job
 from tests.support.processes import HANG_TIMEOUT_S, free_port
 from tests.support.ranks import ROOT, environment
@@ -28,12 +27,6 @@ CACHE_S = 30
 
 As long as NFS caches those of directories (``acdirmin``). Opening a file reads it anew.
 """
-
-
-def in_own_mounts(commands: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Return a prefix that runs a command in a mount namespace, after mount commands."""
-    text = " && ".join(shlex.join(command) for command in commands)
-    return ("unshare", "--mount", "sh", "-c", f'{text} && exec "$@"', "sh")
 
 
 def cached(source: Path, target: Path) -> tuple[str, ...]:
