@@ -7,6 +7,9 @@ medians of the ratios of each round. For comparison, the same bytes (masters and
 of all ranks) are copied in memory, the minimal cost of a snapshot, and written and synced raw, one
 file per rank, the minimal cost of a save.
 
+With ``--nodes``, each rank is on a node of its own (root may give it mounts), and saves with a copy
+on the next one. For comparison, "one copy" is the same save without the other copy.
+
 ``torch.distributed.checkpoint`` gets the same tensors of each rank, as plain tensors under the
 rank's name, so that its planner does not move them to other ranks.
 """
@@ -30,6 +33,7 @@ import torch
 from torch import distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 from raw import RawWrite  # type: ignore[import-not-found] # a script in this folder
 from subject import (  # type: ignore[import-not-found]
@@ -55,11 +59,23 @@ BASELINES = {
     "in training": "raw write in training",
     "until": "raw write and fsync",
     "raw": "raw write and fsync",
+    "ours blocking": "ours blocking, stall, one copy",
     "": "copy in memory",
 }
 """The method with which a method is compared, by a substring of its name; the first match."""
 
 Figures = dict[str, list[float]]
+
+
+def on_node(folder: Path) -> str:
+    """Give this rank a disk of its own; return the URL of the folder where it is."""
+    from tests.support.nodes import enter
+
+    disk, local = folder / f"disk-{distributed.get_rank()}", folder / "local"
+    disk.mkdir()
+    local.mkdir(exist_ok=True)
+    enter(str(disk), str(local))
+    return f"node://{local}"
 
 
 def time_slowest_rank(work: Callable[[], object]) -> float:
@@ -77,7 +93,7 @@ class BenchmarkEngine:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-        from lightning_elastic_zero.checkpoint.types import SaveRequest
+        from lightning_elastic_zero.checkpoint.types import SaveOptions, SaveRequest
         from lightning_elastic_zero.coordination.liveness import Timeouts
         from lightning_elastic_zero.coordination.ranks import connect_ranks
         from lightning_elastic_zero.engine.live import LiveEngine
@@ -89,6 +105,12 @@ class BenchmarkEngine:
         self.ranks = connect_ranks()
         handle = LiveEngine(self.engine)
         self.request = SaveRequest(handle, folder / "ours.ckpt")
+        self.one_copy: SaveRequest | None = None
+        if options.nodes:
+            url = on_node(folder)
+            self.request = SaveRequest(handle, f"{url}/run/ours.ckpt")
+            alone = SaveOptions(node_copies=1)
+            self.one_copy = SaveRequest(handle, f"{url}/alone/ours.ckpt", options=alone)
         self.manager = CheckpointManager(Timeouts(), background=True)
         self.manager.start(handle, distributed.get_rank())
         self.gloo = distributed.new_group(backend="gloo")
@@ -158,6 +180,9 @@ def one_round(subject: BenchmarkEngine) -> dict[str, float]:
     found = {"copy in memory": time_slowest_rank(subject.copy)}
     found["raw write and fsync"] = time_slowest_rank(subject.raw.write)
     found["stock DeepSpeed, stall"] = time_slowest_rank(subject.save_stock)
+    if (alone := subject.one_copy) is not None:
+        save = partial(subject.manager.save, alone, subject.ranks)
+        found["ours blocking, stall, one copy"] = time_slowest_rank(save)
     found["ours blocking, stall"] = time_slowest_rank(subject.save_blocking)
     found["ours background, stall"] = time_slowest_rank(subject.save_async)
     found["ours background, until published"] = found["ours background, stall"] + time_slowest_rank(
@@ -234,6 +259,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=400, help="of optimizer state, all ranks")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=8, help="samples per step and rank")
+    parser.add_argument("--nodes", action="store_true", help="save on node://")
     parser.add_argument("--folder", type=Path, default=None, help="a disk to measure")
     options = parser.parse_args()
     options.width = width_of(options.megabytes * 1e6 / BYTES_PER_PARAMETER)
@@ -257,7 +283,8 @@ def report(options: argparse.Namespace, figures: Figures, size_bytes: int, writt
     for name, seconds in figures.items():
         middle = statistics.median(seconds)
         speed = "" if "step" in name else f"{size_bytes / middle / 1e9:.2f}"
-        base = figures[next(base_name for word, base_name in BASELINES.items() if word in name)]
+        bases = (base for word, base in BASELINES.items() if word in name and base in figures)
+        base = figures[next(bases)]
         ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=False))
         print(f"{name:36}{middle:9.4f}{speed:>7}{ratio:17.2f}")
 
