@@ -120,7 +120,6 @@ def test_items_that_are_batches_are_consumed_once(
         assert set(before) | set(after) == set(range(48))
 
 
-@pytest.mark.long
 def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) -> None:
     run = recorded(kind="items", length=48, global_batch=16, epochs=1)
     assert_refused(worlds, 2, run, "UnsupportedError", "logging_batch_size_per_gpu")

@@ -319,8 +319,14 @@ def test_a_run_resumes_from_a_save_after_an_evaluation(
     assert before["sampler"]["loaders"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("stage", "change"), [(2, "edited"), (2, "another"), (3, "another")])
+@pytest.mark.parametrize(
+    ("stage", "change"),
+    [
+        (2, "edited"),
+        pytest.param(2, "another", marks=pytest.mark.long),
+        pytest.param(3, "another", marks=pytest.mark.long),
+    ],
+)
 def test_a_save_contains_the_weights_evaluated_last(
     stage: int, change: str, worlds: Pools, tmp_path: Path
 ) -> None:
