@@ -121,7 +121,7 @@ def check_complete(path: AnyPath) -> None:
     """Refuse a checkpoint with missing files, or without a manifest, without reading its data.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointNotFoundError: the path has no checkpoint.
         CheckpointCorruptedError: it has lost files.
     """
     if not folder_at(path).exists():

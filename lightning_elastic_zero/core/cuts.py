@@ -101,7 +101,7 @@ class Rows:
     def _side_by_side(self, other: Rows) -> Iterator[Rows]:
         """Yield what rows with equal steps in between share, as at most two ``Rows``."""
         step, apart = other.source_step, other.source - self.target
-        shift = (-other.length - apart) // step + 1  # row i lies beside row i + shift of other
+        shift = (-other.length - apart) // step + 1  # row i meets row i + shift of other
         while (begin := apart + shift * step) < self.length:
             first, last = max(0, -shift), min(self.count, other.count - shift)
             low, high = max(0, begin), min(self.length, begin + other.length)

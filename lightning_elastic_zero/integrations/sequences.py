@@ -57,8 +57,8 @@ def shared_loader(adapter: Any, rank: int) -> Any:
     if reason := _unsupported(loader):
         msg = (
             f"sequence parallelism (sp_size={adapter.sp_world_size}) with {reason}: elastic() "
-            "shares the batches of a dataset with __len__ and __getitem__ that accelerate deals to"
-            " the ranks"
+            "shares the batches of a dataset with __len__ and __getitem__ that accelerate "
+            "distributes to the ranks"
         )
         raise UnsupportedError(msg)
     batches = _batch_sampler(loader)

@@ -6,7 +6,8 @@ numbers. Whatever counts samples counts data ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 import xxhash
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -145,16 +145,30 @@ _OTHERS = ("python", "numpy")
 
 def _digest(batch: object) -> str:
     digest = xxhash.xxh3_128()
-
-    def add(leaf: Any) -> None:
-        if not isinstance(leaf, torch.Tensor):
-            is_array = isinstance(leaf, np.ndarray) and leaf.dtype != object  # repr is shortened
-            digest.update(leaf.tobytes() if is_array else repr(leaf).encode(errors="replace"))
-        elif not (leaf.is_nested or leaf.is_quantized):  # Their bytes cannot be read.
+    for leaf in _leaves(batch):
+        if isinstance(leaf, np.ndarray) and leaf.dtype != object:  # Its repr is shortened.
+            digest.update(f"{leaf.dtype} {leaf.shape} ".encode() + leaf.tobytes())
+        elif isinstance(leaf, (str, bytes, int, float, np.ndarray)):
+            digest.update(repr(leaf).encode(errors="replace"))
+        # The bytes of nested and quantized tensors cannot be read.
+        elif isinstance(leaf, torch.Tensor) and not (leaf.is_nested or leaf.is_quantized):
             dense = leaf.detach().cpu()
             dense = dense if dense.layout is torch.strided else dense.to_dense()
             digest.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
             digest.update(dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-
-    apply_to_collection(batch, (torch.Tensor, np.ndarray, str, bytes, int, float), add)
     return digest.hexdigest()
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Yield what is in dicts, lists, tuples and dataclasses, and copy none of them."""
+    if isinstance(tree, Mapping):
+        parts: Iterable[Any] = tree.values()
+    elif isinstance(tree, list | tuple):
+        parts = tree
+    elif is_dataclass(tree):
+        parts = (getattr(tree, field.name, None) for field in fields(tree))
+    else:
+        yield tree
+        return
+    for part in parts:
+        yield from _leaves(part)

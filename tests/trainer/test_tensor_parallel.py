@@ -254,7 +254,7 @@ def test_evaluations_count_data_ranks(worlds: Pools, tmp_path: Path) -> None:
             assert of_rank == pytest.approx({name: expected[name] for name in of_rank}, rel=1e-5)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Texts:
     ids: list[int]
     text: str
