@@ -38,7 +38,7 @@ from contextlib import contextmanager, suppress
 from email.message import Message
 
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
+from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, write_back
 from lightning_elastic_zero.storage.node_files import NodeFile, NodeFiles, digest_of
 from lightning_elastic_zero.storage.node_names import is_name
 
@@ -221,7 +221,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         files, size_bytes = self.server.files, self._size_bytes
         start, whole = int(self.headers["X-Start"]), self.headers.get("X-Size")
         files.check_room(size_bytes)
-        descriptor = files.begin_part(key, start)
+        descriptor, first = files.begin_part(key, start), start
         try:
             memory = memoryview(bytearray(_BUFFER_BYTES))
             while size_bytes:
@@ -231,7 +231,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 start += os.pwrite(descriptor, memory[:count], start)
                 size_bytes -= count
             # So that the sync of the whole file does not outlast the client's patience.
-            os.fdatasync(descriptor)
+            write_back(descriptor, first, start, behind_bytes=PART_BYTES)
         finally:
             os.close(descriptor)
         if whole is not None:
