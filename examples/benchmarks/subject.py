@@ -118,7 +118,7 @@ def _be_rank(
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     sys.stdout = sys.stderr  # DeepSpeed prints on every rank
-    from lightning_elastic_zero.engine.support import use_accelerator
+    from lightning_elastic_zero.engine.installation import use_accelerator
 
     # Without DeepSpeed's collectives in shared memory: no save or load uses them, and with them a
     # run on a busy machine did not end within minutes (for an unknown cause).

@@ -23,7 +23,7 @@ from itertools import chain
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.save_files import LATEST, RECOVERY_SCRIPT, TAG
-from lightning_elastic_zero.engine.support import recovery_script
+from lightning_elastic_zero.engine.installation import recovery_script
 from lightning_elastic_zero.storage.file_write import replace_durably, write_durably
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at

@@ -295,6 +295,16 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1)
 
 
+def optimizer_wrapper(engine: Any) -> str:
+    """Return the wrapper's class name, PLAIN for an unwrapped optimizer, "" without optimizer."""
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+        return PLAIN
+    name = type(engine.optimizer).__name__
+    if name == "BF16_Optimizer" and not getattr(engine.optimizer, "using_real_optimizer", True):
+        return ""
+    return "" if name in ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim") else name
+
+
 def inner_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside DeepSpeed's wrapper; stage 0 may have no wrapper."""
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer

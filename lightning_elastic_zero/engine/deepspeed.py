@@ -206,6 +206,19 @@ def _discard_gradients_of_zero_1_2(optimizer: Any) -> None:
         getattr(optimizer, "_offload_accumulated_param_ids", set()).clear()
 
 
+def remove_gradient_hooks(module: torch.nn.Module) -> None:
+    """Remove the hooks of engines that trained a module before.
+
+    DeepSpeed removes them only if its engine is destroyed. Otherwise both engines reduce each
+    gradient.
+    """
+    for parameter in module.parameters():
+        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for key, hook in [*hooks.items()]:
+            if str(getattr(hook, "__module__", "")).partition(".")[0] == "deepspeed":
+                del hooks[key]
+
+
 def counts_micro_batches(engine: Any) -> bool:
     """Whether the engine ends a window by its count.
 

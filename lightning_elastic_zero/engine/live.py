@@ -63,6 +63,7 @@ from lightning_elastic_zero.engine.buffers import (
     group_parameters,
     inner_optimizer,
     live_flat_buffers,
+    optimizer_wrapper,
     refuse_offloaded,
     weights_are_offloaded,
     without_copies,
@@ -98,7 +99,7 @@ from lightning_elastic_zero.engine.restore import (
     rebuild_masters,
     round_masters,
 )
-from lightning_elastic_zero.engine.support import check_supported, optimizer_wrapper
+from lightning_elastic_zero.engine.support import check_supported
 from lightning_elastic_zero.engine.tensor_parallel import (
     cuts_of,
     samples_overcount,

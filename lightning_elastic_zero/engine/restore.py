@@ -34,6 +34,7 @@ from lightning_elastic_zero.engine.buffers import (
     forget_swapped_states,
     inner_optimizer,
     live_flat_buffers,
+    optimizer_wrapper,
     refresh_low_precision,
 )
 from lightning_elastic_zero.engine.deepspeed import discard_gradients, swapped_in
@@ -52,7 +53,6 @@ from lightning_elastic_zero.engine.optimizer import (
     restore_backup_hyperparameters,
     stepping_optimizer,
 )
-from lightning_elastic_zero.engine.support import optimizer_wrapper
 from lightning_elastic_zero.engine.tensor_parallel import samples_overcount
 from lightning_elastic_zero.errors import CheckpointMismatchError
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_elastic_zero.engine.deepspeed import relink_states
-from lightning_elastic_zero.engine.support import use_accelerator
+from lightning_elastic_zero.engine.installation import use_accelerator
 
 VOCABULARY, WIDTH, HIDDEN = 29, 17, 13
 """Primes, so that no number of ranks divides a parameter."""

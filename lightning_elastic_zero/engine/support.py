@@ -1,21 +1,9 @@
-"""Checks before training that refuse, by name, features that cannot be saved or resumed.
-
-Also checks the installed DeepSpeed: its accelerator, the builds of its operators, its script.
-"""
+"""Checks before training that refuse, by name, features that cannot be saved or resumed."""
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-import os
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from importlib import util
-from pathlib import Path
-from subprocess import SubprocessError
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +18,11 @@ from lightning_elastic_zero.engine.buffers import (
     LiveFlatBuffer,
     inner_optimizer,
     live_flat_buffers,
+    optimizer_wrapper,
 )
 from lightning_elastic_zero.engine.deepspeed import (
     PLAIN,
     check_names,
-    compatible_operators,
-    missing,
     updates_offloaded_momentum,
 )
 from lightning_elastic_zero.engine.optimizer import BITSANDBYTES, package_of
@@ -48,8 +35,6 @@ from lightning_elastic_zero.engine.tensor_parallel import (
     unfit_run,
 )
 from lightning_elastic_zero.errors import UnsupportedError
-
-log = logging.getLogger(__name__)
 
 UNFIT_OPTIMIZERS = {
     **dict.fromkeys(
@@ -112,12 +97,6 @@ CURRICULUM = (
     "data_efficiency.data_sampling.curriculum_learning: the state of its data sampler would be "
     "lost; remove the option, and order the data in your own sampler"
 )
-
-_OLD_S = 600.0
-"""Longer than any operator's build. An older lock is abandoned, even on another machine."""
-
-_LOOK_AGAIN_S = 0.5
-"""Closing and removing a lock take microseconds."""
 
 
 def unfit_name(section: Mapping[str, Any], stage: object) -> Iterator[str]:
@@ -188,27 +167,17 @@ def _is_quantized(inner: Any) -> bool:
     return False
 
 
-def optimizer_wrapper(engine: Any) -> str:
-    """Return the wrapper's class name, PLAIN for an unwrapped optimizer, "" without optimizer."""
-    if isinstance(engine.optimizer, torch.optim.Optimizer):
-        return PLAIN
-    name = type(engine.optimizer).__name__
-    if name == "BF16_Optimizer" and not getattr(engine.optimizer, "using_real_optimizer", True):
-        return ""
-    return "" if name in ("NoneType", "DeepSpeedZeRoOffload", "DummyOptim") else name
-
-
 def check_supported(engine: Any) -> None:
     """Raise UnsupportedError with every reason why an engine cannot be saved and resumed."""
     if not hasattr(engine, "optimizer"):
         name = f"{type(engine).__module__}.{type(engine).__qualname__}"
-        _refuse([f"{name} is not a DeepSpeed engine: pass deepspeed.initialize(...)[0]"])
+        refuse([f"{name} is not a DeepSpeed engine: pass deepspeed.initialize(...)[0]"])
     release, wrapper = version_of(DEEPSPEED.package), optimizer_wrapper(engine)
     # The checks below use these names.
     incompatible = filter(None, [DEEPSPEED.incompatibility(release)])
-    _refuse([*incompatible, *check_names(engine, wrapper, release)])
+    refuse([*incompatible, *check_names(engine, wrapper, release)])
     reasons = [*_parallelism(engine), *_optimizer(engine, wrapper), *_options(engine)]
-    _refuse(reasons, trains=bool(wrapper))
+    refuse(reasons, trains=bool(wrapper))
 
 
 def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
@@ -219,8 +188,8 @@ def check_config(config: Mapping[str, Any], *, trains: bool = True) -> None:
     UnsupportedError with every reason.
     """
     if reason := DEEPSPEED.incompatibility(version_of(DEEPSPEED.package)):
-        _refuse([reason])
-    _refuse([*_config_reasons(config, trains=trains)], trains=trains)
+        refuse([reason])
+    refuse([*_config_reasons(config, trains=trains)], trains=trains)
 
 
 def _config_reasons(config: Mapping[str, Any], *, trains: bool) -> Iterator[str]:
@@ -289,7 +258,7 @@ def check_optimizer(
     reasons += _untrained_groups(groups, stage, is_scheduled=is_scheduled)
     if stage:
         reasons += unfit_class(optimizer, in_zero=True)
-    _refuse(reasons)
+    refuse(reasons)
 
 
 def _untrained_groups(
@@ -311,31 +280,18 @@ def _untrained_groups(
             )
 
 
-def remove_gradient_hooks(module: torch.nn.Module) -> None:
-    """Remove the hooks of engines that trained a module before.
-
-    DeepSpeed removes them only if its engine is destroyed. Otherwise both engines reduce each
-    gradient.
-    """
-    for parameter in module.parameters():
-        hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        for key, hook in [*hooks.items()]:
-            if str(getattr(hook, "__module__", "")).partition(".")[0] == "deepspeed":
-                del hooks[key]
-
-
 def check_no_shards(engine: Any) -> None:
     """Refuse tensor parallelism, for callers that take every rank for a data rank.
 
     Raises UnsupportedError if there are tensor ranks.
     """
     size = int(getattr(engine, "mp_world_size", 1))
-    _refuse([f"tensor_parallel.autotp_size = {size}: {_TENSOR_PARALLELISM}"] if size > 1 else [])
+    refuse([f"tensor_parallel.autotp_size = {size}: {_TENSOR_PARALLELISM}"] if size > 1 else [])
 
 
 def check_creation(config: Mapping[str, Any]) -> None:
     """Refuse to create a model in ``zero.Init`` if its layers will be cut."""
-    _refuse([ZERO_INIT] if configured_size(config) > 1 else [])
+    refuse([ZERO_INIT] if configured_size(config) > 1 else [])
 
 
 def check_uncut(module: torch.nn.Module, config: Mapping[str, Any]) -> None:
@@ -344,10 +300,11 @@ def check_uncut(module: torch.nn.Module, config: Mapping[str, Any]) -> None:
         "layers that an earlier engine has cut for tensor parallelism, in a run without it: create "
         "the module again, or use the same number of tensor ranks"
     )
-    _refuse([reason] if configured_size(config) == 1 and is_cut(module) else [])
+    refuse([reason] if configured_size(config) == 1 and is_cut(module) else [])
 
 
-def _refuse(reasons: list[str], *, trains: bool = True) -> None:
+def refuse(reasons: list[str], *, trains: bool = True) -> None:
+    """Raise UnsupportedError with the reasons, if there are any."""
     if reasons:
         evaluate = "evaluate this model: its weights can be neither loaded nor saved"
         what = "save and resume this run" if trains else evaluate
@@ -461,152 +418,3 @@ def _options(engine: Any) -> Iterator[str]:
     ):
         if is_used:
             yield reason
-
-
-def use_accelerator(name: str, *, compiles: bool = True) -> None:
-    """Set DeepSpeed's accelerator to the trainer's: ``"cpu"`` or ``"cuda"``.
-
-    DeepSpeed decides once per process, by ``DS_ACCELERATOR`` or by detection. ``compiles``: whether
-    DeepSpeed may compile its gloo extension. Raises UnsupportedError if DeepSpeed already uses
-    another accelerator.
-    """
-    os.environ.setdefault("DS_ACCELERATOR", name)
-    from deepspeed.accelerator import get_accelerator  # after the variable is set
-
-    chosen = get_accelerator().device_name()
-    if chosen != name:
-        msg = (
-            f"the trainer runs on {name}, but DeepSpeed uses {chosen} in this process: set the "
-            f"environment variable DS_ACCELERATOR={name} before the script starts"
-        )
-        raise UnsupportedError(msg)
-    if name == "cpu":
-        _do_without_shared_memory_op(get_accelerator(), tries=compiles)
-
-
-def report_abandoned_builds(config: Mapping[str, Any]) -> None:
-    """Warn about abandoned locks that block the loading of an operator, on one rank per node.
-
-    Raises UnsupportedError if an old lock blocks an operator that the config requires.
-    """
-    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    for name, lock in abandoned_builds().items():
-        try:
-            age_s = time.time() - lock.stat().st_mtime
-        except FileNotFoundError:
-            continue  # Removed in the meantime.
-        msg = (
-            f"operator {name}: a lock, probably of a killed build, blocks loading it forever. No "
-            f"visible process has it open, and it is {age_s / 60:.0f} minutes old. If no other "
-            f"machine is building the operator now, delete {lock}"
-        )
-        if name == "async_io" and offload.get("device") == "nvme" and age_s > _OLD_S:
-            raise UnsupportedError(msg)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            log.warning("%s", msg)
-
-
-def abandoned_builds() -> dict[str, Path]:
-    """Return the locks of operator builds that no visible process has open.
-
-    torch (``torch.utils.file_baton``) creates the file before it builds or loads an operator and
-    removes it at the end. Other processes wait until then, forever if the build was killed. No lock
-    is removed here: it may belong to another machine. Since 2.14, torch locks a file that it never
-    removes, and the system releases the lock of a killed build.
-    """
-    if torch.__version__ >= "2.14":
-        return {}
-    first = _unheld_locks()
-    if first:
-        time.sleep(_LOOK_AGAIN_S)  # Allow a lock that was just closed to be removed.
-    again = _unheld_locks() if first else {}
-    return {lock.parent.name: lock for lock, stamp in again.items() if first.get(lock) == stamp}
-
-
-def _unheld_locks() -> dict[Path, tuple[int, int]]:
-    """Return the locks that no process has open, with inode and time of change."""
-    if root := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        locks = Path(root).glob("*/lock")
-    else:
-        from torch.utils.cpp_extension import get_default_build_root
-
-        python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-        locks = Path(get_default_build_root()).glob(f"{python}_*/*/lock")
-    identities = {}
-    for lock in locks:
-        with suppress(OSError):
-            status = lock.stat()
-            if not _is_open(status):
-                identities[lock] = (status.st_ino, status.st_ctime_ns)
-    return identities
-
-
-def _is_open(file: os.stat_result) -> bool:
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            for descriptor in (process / "fd").iterdir():
-                with suppress(OSError):
-                    if os.path.samestat(descriptor.stat(), file):
-                        return True
-    return False
-
-
-def _do_without_shared_memory_op(accelerator: Any, *, tries: bool) -> None:
-    """Let DeepSpeed start on a machine that cannot compile its shared-memory collectives.
-
-    They only speed up gloo, but ``init_distributed`` raises if they do not build, unless its table
-    of compatible operators excludes them. ``tries``: whether to build them at all.
-    """
-    from deepspeed import ops
-
-    release = version_of(DEEPSPEED.package)
-    lost = [
-        *missing("deepspeed.ops", ops, release),
-        *missing("the accelerator", accelerator, release),
-    ]
-    _refuse(lost)
-    builder = accelerator.create_op_builder("ShareMemCommBuilder")
-    if builder is None:
-        return
-    _refuse([*missing("an operator's builder", builder, release)])
-    table = compatible_operators(ops)
-    if not table.get(builder.NAME, False):
-        return
-    if tries:
-        reason: object = None
-        if lock := abandoned_builds().get(builder.NAME):
-            reason = f"stale lock {lock}"
-        else:
-            try:
-                builder.load()
-            except (RuntimeError, ImportError, OSError, SubprocessError) as error:
-                reason = error
-        if reason is None:
-            return
-        log.warning("continuing without DeepSpeed's shared-memory collectives: %s", reason)
-    table[builder.NAME] = False
-
-
-def recovery_script() -> Path | None:
-    """Return DeepSpeed's ``zero_to_fp32.py``, which checkpoints include; None if not found."""
-    spec = util.find_spec("deepspeed")
-    script = Path((spec and spec.origin) or "").parent / "utils" / "zero_to_fp32.py"
-    return script if spec and script.is_file() else None
-
-
-def replace_initialize(wrap: Callable[[Any], Any]) -> Callable[[], None]:
-    """Make ``deepspeed.initialize`` return ``wrap(engine)``; return a function that undoes it."""
-    import deepspeed
-
-    original = deepspeed.initialize
-
-    @functools.wraps(original)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        engine, *rest = original(*args, **kwargs)
-        return (wrap(engine), *rest)
-
-    def restore() -> None:
-        deepspeed.initialize = original
-
-    deepspeed.initialize = initialize
-    return restore

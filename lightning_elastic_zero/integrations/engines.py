@@ -35,8 +35,9 @@ from lightning_elastic_zero.core.progress import (
 )
 from lightning_elastic_zero.core.save_files import LATEST
 from lightning_elastic_zero.data_progress.batches import plan_batches
+from lightning_elastic_zero.engine.buffers import optimizer_wrapper
 from lightning_elastic_zero.engine.live import LiveEngine
-from lightning_elastic_zero.engine.support import check_no_shards, optimizer_wrapper
+from lightning_elastic_zero.engine.support import check_no_shards
 from lightning_elastic_zero.errors import (
     DAMAGE_ERRORS,
     CheckpointMismatchError,

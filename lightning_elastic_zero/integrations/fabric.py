@@ -23,7 +23,7 @@ from lightning_elastic_zero.engine.deepspeed import (
     has_cleared_window,
     holds_gradients,
 )
-from lightning_elastic_zero.engine.support import use_accelerator
+from lightning_elastic_zero.engine.installation import use_accelerator
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.integrations.engines import (
     EngineCheckpoints,

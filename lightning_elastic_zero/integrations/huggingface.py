@@ -92,7 +92,7 @@ def wrap_initialize(**options: Any) -> Callable[[], None]:
         TypeError: An option is unknown.
         ValueError: An option has an invalid value.
     """
-    from lightning_elastic_zero.engine.support import replace_initialize
+    from lightning_elastic_zero.engine.installation import replace_initialize
 
     LoopOptions(**options)
     _refuse_node_copies(options)

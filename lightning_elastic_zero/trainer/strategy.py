@@ -20,15 +20,14 @@ from lightning_elastic_zero.checkpoint.types import CheckpointStats
 from lightning_elastic_zero.coordination.ranks import Ranks, is_of_all_ranks
 from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.options import check_flag, take, takes
+from lightning_elastic_zero.engine.deepspeed import remove_gradient_hooks
+from lightning_elastic_zero.engine.installation import report_abandoned_builds, use_accelerator
 from lightning_elastic_zero.engine.support import (
     check_config,
     check_creation,
     check_optimizer,
     check_supported,
     check_uncut,
-    remove_gradient_hooks,
-    report_abandoned_builds,
-    use_accelerator,
 )
 from lightning_elastic_zero.engine.tensor_parallel import (
     evaluation_engine,

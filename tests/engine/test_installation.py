@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from lightning_elastic_zero.engine import support as installation
+from lightning_elastic_zero.engine import installation
 from lightning_elastic_zero.errors import UnsupportedError
 from tests.support.launch import Job, run_ranks
 from tests.support.ranks import ForkServer

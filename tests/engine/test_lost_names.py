@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_elastic_zero.core.requirements import DEEPSPEED, version_of
+from lightning_elastic_zero.engine.buffers import optimizer_wrapper
 from lightning_elastic_zero.engine.deepspeed import NAMES, check_names, live_objects
-from lightning_elastic_zero.engine.support import optimizer_wrapper
 from tests.engine._name_tables import CHECKED, CHECKED_WITHOUT_OPTIMIZER, checked_in
 from tests.support.engines import DEEPSPEEDS, Engine, EngineCase, engine_of, train
 from tests.support.ranks import Pools, skip_without

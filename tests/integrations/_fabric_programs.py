@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_elastic_zero import ElasticDeepSpeedFabricStrategy, ElasticSampler, plan_batches
-from lightning_elastic_zero.engine.support import use_accelerator
+from lightning_elastic_zero.engine.installation import use_accelerator
 from lightning_elastic_zero.storage.own_files import is_checkpoint
 from tests.integrations._hf_programs import (
     GLOBAL_BATCH,

@@ -273,7 +273,7 @@ def _join_world(placement: Placement) -> None:
     import deepspeed
     import torch
 
-    from lightning_elastic_zero.engine.support import use_accelerator
+    from lightning_elastic_zero.engine.installation import use_accelerator
 
     use_accelerator(placement.device)
     if placement.device == "cuda":
