@@ -19,8 +19,7 @@ from lightning_elastic_zero.formats.newest import (
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
+from lightning_elastic_zero.storage.paths import AnyPath, is_on_nodes, parse_path
 
 
 def find_fallback(

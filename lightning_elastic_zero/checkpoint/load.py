@@ -52,8 +52,7 @@ from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, scalars_by_buffer
 from lightning_elastic_zero.formats.renamed import RenamedReader
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.paths import AnyPath, parse_path
 
 _MOST_REPLACED = 5
 """How often a load starts again because its checkpoint was replaced."""

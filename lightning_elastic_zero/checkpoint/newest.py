@@ -21,8 +21,7 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.newest import checkpoints_in, manifest_of, newest_first
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.paths import AnyPath, StorePath, parse_path
 
 _MOST_NAMED = 3
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT")

@@ -49,10 +49,9 @@ from lightning_elastic_zero.storage.node_names import (
     unnamed,
 )
 from lightning_elastic_zero.storage.node_store import JoinedFolder, NodeStore
-from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.own_files import recorded_files
 from lightning_elastic_zero.storage.ownership import new_id
-from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
+from lightning_elastic_zero.storage.paths import AnyPath, StorePath, is_on_nodes, parse_path
 from lightning_elastic_zero.storage.store_checkpoints import DELETED_FORMAT
 
 NODE_COPIES = 2

@@ -55,8 +55,7 @@ from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
 from lightning_elastic_zero.storage.file_write import as_save_error, write_durably
 from lightning_elastic_zero.storage.folder import Folder, Staged
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.paths import AnyPath, parse_path
 
 log = logging.getLogger(__name__)
 

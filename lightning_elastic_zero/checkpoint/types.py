@@ -13,7 +13,7 @@ from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import Progress, ShowBytes, show_nothing
 from lightning_elastic_zero.engine.live import LiveEngine
-from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.paths import AnyPath
 
 REPORT_EVERY_S = 10.0
 """Interval between log messages during long reads and writes."""

@@ -16,8 +16,7 @@ from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Plain
 from lightning_elastic_zero.core.save_files import LATEST, tensor_rank_of
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import read_file
+from lightning_elastic_zero.storage.paths import AnyPath, read_file
 
 OURS = "elastic_zero"
 """The entry of every file with this library's own data."""

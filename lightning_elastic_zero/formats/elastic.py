@@ -49,7 +49,7 @@ from lightning_elastic_zero.formats.sharded import ShardedReader
 from lightning_elastic_zero.formats.torch_read import OpenFiles, StoredRun, TorchFile
 from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, sidecar_bytes
-from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.paths import AnyPath
 
 
 def open_elastic(

@@ -41,7 +41,7 @@ from lightning_elastic_zero.formats.torch_write import (
     TorchFileWriter,
     piecewise,
 )
-from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.paths import AnyPath
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,7 @@ from lightning_elastic_zero.formats.open import (
 )
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import NO_ENTRY
+from lightning_elastic_zero.storage.paths import NO_ENTRY, AnyPath
 
 _MAX_DEPTH = 4
 """Number of slashes that are followed in a name of ``ModelCheckpoint``."""

@@ -40,9 +40,8 @@ from lightning_elastic_zero.formats.torch_read import ForeignFiles, TorchFile, f
 from lightning_elastic_zero.storage.file_read import RangeFile
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.own_files import is_checkpoint, latest_in
-from lightning_elastic_zero.storage.paths import NO_ENTRY, raise_unless_damage
+from lightning_elastic_zero.storage.paths import NO_ENTRY, AnyPath, raise_unless_damage
 
 MARKS = (MANIFEST_NAME, LATEST, LATEST_UNIVERSAL, METADATA_NAME, TABLE_NAME)
 """Files that identify the format of a directory."""

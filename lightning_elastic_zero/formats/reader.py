@@ -47,8 +47,7 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.torch_read import OpenFiles, StoredRun
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import raise_unless_damage
+from lightning_elastic_zero.storage.paths import AnyPath, raise_unless_damage
 
 _CHECKED_ELEMENTS = 1 << 20
 """Elements that are checked for overflow at a time."""

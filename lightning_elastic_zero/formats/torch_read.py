@@ -44,8 +44,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.deepspeed_files import CLASS_STUBS, check_saved_name
 from lightning_elastic_zero.storage.file_read import READ_BYTES, RangeFile
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import open_file, raise_unless_damage
+from lightning_elastic_zero.storage.paths import AnyPath, open_file, raise_unless_damage
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """The header of a record: a mark, and last the lengths of two fields that follow it."""

@@ -24,7 +24,7 @@ from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import host_chunk, in_order
 from lightning_elastic_zero.storage.file_write import ChecksummedWriter
-from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.paths import AnyPath
 
 COPY_BYTES = 16 << 20
 """Bytes that are copied to the host at a time."""

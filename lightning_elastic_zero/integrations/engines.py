@@ -46,9 +46,8 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, is_deepspeed
 from lightning_elastic_zero.formats.open import check_unmixed, resolve_latest
 from lightning_elastic_zero.integrations.series import OWN_SUFFIX, series_of
-from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
 from lightning_elastic_zero.storage.own_files import is_checkpoint, latest_in
-from lightning_elastic_zero.storage.paths import check_local_path, parse_path
+from lightning_elastic_zero.storage.paths import AnyPath, StorePath, check_local_path, parse_path
 
 log = logging.getLogger(__name__)
 

@@ -37,8 +37,14 @@ from lightning_elastic_zero.integrations.engines import LoopOptions, OnNodes
 from lightning_elastic_zero.integrations.series import folders_of, resume_folder
 from lightning_elastic_zero.storage.file_write import replace_durably
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import NODES, AnyPath, StorePath
-from lightning_elastic_zero.storage.paths import check_local_path, parse_path, read_file
+from lightning_elastic_zero.storage.paths import (
+    NODES,
+    AnyPath,
+    StorePath,
+    check_local_path,
+    parse_path,
+    read_file,
+)
 
 log = logging.getLogger(__name__)
 

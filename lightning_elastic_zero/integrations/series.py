@@ -22,8 +22,7 @@ from lightning_elastic_zero.errors import CheckpointNotFoundError
 from lightning_elastic_zero.formats.newest import newest_intact, verify_share
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.paths import AnyPath, parse_path
 
 P = TypeVar("P", bound=AnyPath)
 

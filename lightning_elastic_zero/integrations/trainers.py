@@ -50,8 +50,7 @@ from lightning_elastic_zero.integrations.node_folders import (
     saving_last,
 )
 from lightning_elastic_zero.integrations.series import resume_folder
-from lightning_elastic_zero.storage.object_store import StorePath
-from lightning_elastic_zero.storage.paths import parse_path, read_file
+from lightning_elastic_zero.storage.paths import StorePath, parse_path, read_file
 
 _FOLDER = "resume_from_checkpoint"
 """The argument of ``train`` that names a folder, or is True for the newest."""

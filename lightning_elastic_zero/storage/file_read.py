@@ -26,8 +26,13 @@ from lightning_elastic_zero.storage.file_write import (
     SUMS_SUFFIX,
     Sidecar,
 )
-from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
-from lightning_elastic_zero.storage.paths import open_file, raise_unless_damage, read_file
+from lightning_elastic_zero.storage.paths import (
+    AnyPath,
+    StorePath,
+    open_file,
+    raise_unless_damage,
+    read_file,
+)
 from lightning_elastic_zero.storage.store import Read
 
 _log = logging.getLogger(__name__)

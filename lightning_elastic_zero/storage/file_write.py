@@ -23,8 +23,7 @@ import xxhash
 from lightning_elastic_zero.core.manifest import FileEntry
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage.object_store import AnyPath, StorePath
-from lightning_elastic_zero.storage.paths import sync_directory
+from lightning_elastic_zero.storage.paths import AnyPath, StorePath, sync_directory
 
 CHUNK_BYTES = 65536
 """Bytes covered by one checksum. Ranges are read in whole chunks, to be verified."""

@@ -29,9 +29,8 @@ from typing_extensions import Self
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, is_damaged
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError
-from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.own_files import ExistingTarget, RecordedFiles, target_in
-from lightning_elastic_zero.storage.paths import NO_ENTRY
+from lightning_elastic_zero.storage.paths import NO_ENTRY, AnyPath
 
 _POLL_S = 0.1
 

@@ -6,8 +6,7 @@ import os
 
 from lightning_elastic_zero.storage.disk_folder import DiskFolder
 from lightning_elastic_zero.storage.folder import Folder
-from lightning_elastic_zero.storage.object_store import StorePath
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.paths import StorePath, parse_path
 from lightning_elastic_zero.storage.store_folder import StoreFolder
 
 

@@ -1,6 +1,4 @@
-"""Object stores: paths in them, and the requests that checkpoints need.
-
-``ObjectStore`` stands on obstore, which is imported when the first URL is used.
+"""A bucket of an object store (``ObjectStore``), by obstore, imported at the first URL.
 
 obstore repeats requests after temporary failures. ``ObjectStore`` adds two cases: after a truncated
 answer it repeats the request; after a failed conditional write, which may have been carried out, it
@@ -26,8 +24,8 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
-from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from pathlib import PurePosixPath
+from typing import Any, ClassVar, TypeVar
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import UnsupportedError
@@ -38,70 +36,8 @@ T = TypeVar("T")
 SCHEMES = ("s3", "gs", "az", "memory")
 """URL schemes that obstore opens for this library. ``memory`` is for tests: one process only."""
 
-NODES = "node://"
-"""Root of the paths on the nodes' own memory or disks, such as ``node:///dev/shm/run``."""
-
 _log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class StorePath:
-    """The path of an object, or of the objects below it.
-
-    It has the methods of ``pathlib.PurePath`` that checkpoints need and, on purpose, no
-    ``__fspath__``: functions for local files refuse it.
-    """
-
-    root: str
-    """URL of the bucket, such as ``"s3://bucket"``."""
-    key: str
-    """Path in the bucket, with forward slashes; empty for the bucket itself."""
-
-    def __str__(self) -> str:
-        """Return the URL."""
-        return f"{self.root}/{self.key}" if self.key else self.root
-
-    def __truediv__(self, name: str) -> StorePath:
-        """Return the path of an object below this one."""
-        return StorePath(self.root, f"{self.key}/{name}" if self.key else name)
-
-    @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return PurePosixPath(self.key).name
-
-    @property
-    def stem(self) -> str:
-        """The name without its suffix."""
-        return PurePosixPath(self.key).stem
-
-    @property
-    def suffix(self) -> str:
-        """The last suffix of the name."""
-        return PurePosixPath(self.key).suffix
-
-    @property
-    def parent(self) -> StorePath:
-        """The path above."""
-        return StorePath(self.root, self.key.rpartition("/")[0])
-
-    def with_name(self, name: str) -> StorePath:
-        """Return the path of another name next to this one."""
-        return self.parent / name
-
-    def relative_to(self, other: StorePath | Path) -> PurePosixPath:
-        """Return the path below ``other``."""
-        above = other.key if isinstance(other, StorePath) else ""
-        return PurePosixPath(self.key).relative_to(above)
-
-    @property
-    def store(self) -> Store:
-        """The store, chosen by the URL, with one connection pool per process."""
-        return _store(self.root, os.getpid())
-
-
-AnyPath: TypeAlias = "Path | StorePath"
-"""A path on a disk or in an object store."""
 
 RETRY_S = 30.0
 """How long a request is repeated after temporary failures.
@@ -486,17 +422,6 @@ def _import_obstore(root: str) -> Any:
     except ImportError as error:
         msg = f"{root} needs obstore, which is not installed: pip install obstore s3fs"
         raise UnsupportedError(msg) from error
-
-
-@cache
-def _store(root: str, _pid: int) -> Store:
-    # By process: neither threads nor connections survive a fork.
-    if root == NODES:
-        # Imported here, because it writes files, and these modules know object stores.
-        module = importlib.import_module("lightning_elastic_zero.storage.node_store")
-        store: Store = module.NodeStore(root)
-        return store
-    return ObjectStore(root)
 
 
 @cache

@@ -1,17 +1,24 @@
-"""Absolute and resolved paths, syncing of directories, and opening of regular files."""
+"""Paths: on disks, in object stores and on the nodes of a job; and opening of regular files."""
 
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import re
 import stat
-from pathlib import Path
-from typing import TypeGuard
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import TypeAlias, TypeGuard
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.storage.object_store import NODES, SCHEMES, AnyPath, StorePath
+from lightning_elastic_zero.storage.object_store import SCHEMES, ObjectStore
+from lightning_elastic_zero.storage.store import Store
+
+NODES = "node://"
+"""Root of the paths on the nodes' own memory or disks, such as ``node:///dev/shm/run``."""
 
 _URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")
 
@@ -28,6 +35,77 @@ _DAMAGE = {*NO_ENTRY, errno.EINVAL, errno.ESTALE, None}
 """Errors of a file that is missing, was removed meanwhile (NFS), or is not a regular file."""
 
 _NOT_FOR_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StorePath:
+    """The path of an object, or of the objects below it.
+
+    It has the methods of ``pathlib.PurePath`` that checkpoints need and, on purpose, no
+    ``__fspath__``: functions for local files refuse it.
+    """
+
+    root: str
+    """URL of the bucket, such as ``"s3://bucket"``."""
+    key: str
+    """Path in the bucket, with forward slashes; empty for the bucket itself."""
+
+    def __str__(self) -> str:
+        """Return the URL."""
+        return f"{self.root}/{self.key}" if self.key else self.root
+
+    def __truediv__(self, name: str) -> StorePath:
+        """Return the path of an object below this one."""
+        return StorePath(self.root, f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return PurePosixPath(self.key).name
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix."""
+        return PurePosixPath(self.key).stem
+
+    @property
+    def suffix(self) -> str:
+        """The last suffix of the name."""
+        return PurePosixPath(self.key).suffix
+
+    @property
+    def parent(self) -> StorePath:
+        """The path above."""
+        return StorePath(self.root, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> StorePath:
+        """Return the path of another name next to this one."""
+        return self.parent / name
+
+    def relative_to(self, other: StorePath | Path) -> PurePosixPath:
+        """Return the path below ``other``."""
+        above = other.key if isinstance(other, StorePath) else ""
+        return PurePosixPath(self.key).relative_to(above)
+
+    @property
+    def store(self) -> Store:
+        """The store, chosen by the URL, with one connection pool per process."""
+        return _store(self.root, os.getpid())
+
+
+AnyPath: TypeAlias = "Path | StorePath"
+"""A path on a disk or in an object store."""
+
+
+@cache
+def _store(root: str, _pid: int) -> Store:
+    # By process: neither threads nor connections survive a fork.
+    if root == NODES:
+        # Imported here, because it opens files by this module.
+        module = importlib.import_module("lightning_elastic_zero.storage.node_store")
+        store: Store = module.NodeStore(root)
+        return store
+    return ObjectStore(root)
 
 
 def raise_unless_damage(error: OSError, path: AnyPath) -> None:

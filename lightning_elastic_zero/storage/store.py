@@ -1,7 +1,7 @@
 """The requests that checkpoints need of an object store, whichever it is.
 
 ``object_store.ObjectStore`` is a bucket, ``node_store.NodeStore`` the memory or the disks of the
-job's nodes; ``object_store.StorePath.store`` chooses one. Errors are ``OSError``, as of a disk.
+job's nodes; ``paths.StorePath.store`` chooses one. Errors are ``OSError``, as of a disk.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.disk_checkpoints import OWNER_PREFIX
 from lightning_elastic_zero.storage.file_write import as_save_error
-from lightning_elastic_zero.storage.object_store import RETRY_S, StorePath
+from lightning_elastic_zero.storage.object_store import RETRY_S
 from lightning_elastic_zero.storage.own_files import (
     MOST_NAMED,
     WRITTEN,
@@ -47,6 +47,7 @@ from lightning_elastic_zero.storage.ownership import (
     ProcessIdentity,
     new_id,
 )
+from lightning_elastic_zero.storage.paths import StorePath
 from lightning_elastic_zero.storage.store import Store, StoredObject, Version
 
 DELETED_FORMAT = "lightning_elastic_zero.deleted"

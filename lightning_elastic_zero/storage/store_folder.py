@@ -13,7 +13,6 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.storage.file_write import as_save_error
 from lightning_elastic_zero.storage.folder import Folder
-from lightning_elastic_zero.storage.object_store import StorePath
 from lightning_elastic_zero.storage.own_files import (
     LINK_FORMAT,
     MOST_LINKS,
@@ -22,6 +21,7 @@ from lightning_elastic_zero.storage.own_files import (
     leads_inside,
     recorded_files,
 )
+from lightning_elastic_zero.storage.paths import StorePath
 from lightning_elastic_zero.storage.store_checkpoints import (
     DELETED_FORMAT,
     StagedObjects,

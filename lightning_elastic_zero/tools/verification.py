@@ -37,8 +37,7 @@ from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import is_on_nodes, open_file, parse_path
+from lightning_elastic_zero.storage.paths import AnyPath, is_on_nodes, open_file, parse_path
 from lightning_elastic_zero.tools.view import open_view, run_parts
 
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)

@@ -32,7 +32,7 @@ from lightning_elastic_zero.formats.open import open_checkpoint, resolve_latest
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
 from lightning_elastic_zero.formats.renamed import RenamedReader
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.paths import AnyPath
 
 T = TypeVar("T")
 

@@ -30,8 +30,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
+from lightning_elastic_zero.storage.paths import AnyPath, is_on_nodes, parse_path
 
 _FIND = "_find_last_checkpoints"
 

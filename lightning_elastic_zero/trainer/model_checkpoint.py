@@ -35,8 +35,7 @@ from lightning_elastic_zero.core.manifest import TrainingProgress, manifest_from
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import AnyPath
-from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
+from lightning_elastic_zero.storage.paths import AnyPath, is_on_nodes, parse_path
 from lightning_elastic_zero.trainer.accumulation import pending_micro_batches
 from lightning_elastic_zero.trainer.lightning import (
     BATCH_END,

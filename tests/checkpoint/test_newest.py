@@ -16,8 +16,7 @@ from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.storage.node_store import NodeStore
-from lightning_elastic_zero.storage.object_store import StorePath
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.paths import StorePath, parse_path
 from tests.checkpoint._node_run import save
 
 

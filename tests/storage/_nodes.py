@@ -12,7 +12,7 @@ from lightning_elastic_zero.storage.file_write import ChecksummedWriter
 from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState
 from lightning_elastic_zero.storage.node_http import NodeServer, Peer
 from lightning_elastic_zero.storage.node_store import JoinedFolder, NodeStore
-from lightning_elastic_zero.storage.object_store import NODES, StorePath
+from lightning_elastic_zero.storage.paths import NODES, StorePath
 
 KEY, TOKEN, WORLD = "tests/run", "secret", "world-1"
 SAVE = "a" * 32

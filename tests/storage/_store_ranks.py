@@ -145,8 +145,8 @@ def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
     """Load a checkpoint that is replaced before the last rank reads a file. Collective."""
     from torch import distributed
 
-    from lightning_elastic_zero.storage.object_store import ObjectStore, StorePath
-    from lightning_elastic_zero.storage.paths import parse_path
+    from lightning_elastic_zero.storage.object_store import ObjectStore
+    from lightning_elastic_zero.storage.paths import StorePath, parse_path
     from lightning_elastic_zero.storage.store import Read
 
     settings.apply()
@@ -176,7 +176,7 @@ def load_during_overwrite(settings: Settings, url: str, other: str) -> Outcome:
 def delete(settings: Settings, url: str) -> list[str]:
     """Delete a checkpoint; return its remaining objects."""
     from lightning_elastic_zero.storage.folders import folder_at
-    from lightning_elastic_zero.storage.object_store import StorePath
+    from lightning_elastic_zero.storage.paths import StorePath
 
     settings.apply()
     path = folder_at(url).path

@@ -198,8 +198,7 @@ class StoreRuns:
 
     def leftovers(self) -> list[str]:
         """Return the objects that belong neither to the checkpoint nor to others."""
-        from lightning_elastic_zero.storage.object_store import StorePath
-        from lightning_elastic_zero.storage.paths import parse_path
+        from lightning_elastic_zero.storage.paths import StorePath, parse_path
         from lightning_elastic_zero.storage.store_checkpoints import read_commit
 
         path = parse_path(self.url)

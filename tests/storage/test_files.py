@@ -41,8 +41,8 @@ from lightning_elastic_zero.storage.file_write import (
     write_durably,
 )
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import StorePath
 from lightning_elastic_zero.storage.paths import (
+    StorePath,
     check_local_path,
     parse_path,
     real_path,

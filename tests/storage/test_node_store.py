@@ -27,7 +27,7 @@ from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, ChecksummedWriter
 from lightning_elastic_zero.storage.node_files import LOCK, NodeFiles
 from lightning_elastic_zero.storage.node_http import Peer
-from lightning_elastic_zero.storage.object_store import NODES, StorePath
+from lightning_elastic_zero.storage.paths import NODES, StorePath
 from lightning_elastic_zero.storage.store import Version
 from lightning_elastic_zero.storage.store_folder import StoreFolder
 from tests.storage._nodes import (

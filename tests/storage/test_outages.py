@@ -13,8 +13,8 @@ import pytest
 from lightning_elastic_zero.coordination.liveness import STALL_TIMEOUT_S
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage import object_store
-from lightning_elastic_zero.storage.object_store import StorePath
 from lightning_elastic_zero.storage.ownership import new_id
+from lightning_elastic_zero.storage.paths import StorePath
 from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.fits import FitCase, error_of, fit

@@ -28,8 +28,9 @@ from lightning_elastic_zero.storage.disk_checkpoints import StagedDirectory
 from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, ChecksummedWriter
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.object_store import ObjectStore, StorePath
+from lightning_elastic_zero.storage.object_store import ObjectStore
 from lightning_elastic_zero.storage.ownership import ProcessIdentity, new_id
+from lightning_elastic_zero.storage.paths import StorePath
 from lightning_elastic_zero.storage.store import Version
 from lightning_elastic_zero.storage.store_checkpoints import (
     StagedObjects,

@@ -15,7 +15,7 @@ from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
-from lightning_elastic_zero.storage.object_store import AnyPath
+from lightning_elastic_zero.storage.paths import AnyPath
 from tests.support.bits import bitwise_repr
 
 

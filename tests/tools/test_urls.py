@@ -14,8 +14,7 @@ from lightning_elastic_zero.checkpoint.fallback import find_fallback
 from lightning_elastic_zero.checkpoint.types import LoadOptions
 from lightning_elastic_zero.cli import main
 from lightning_elastic_zero.coordination.ranks import OneRank
-from lightning_elastic_zero.storage.object_store import StorePath
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.paths import StorePath, parse_path
 from tests.support.checkpoints import Saved, train_and_save
 from tests.support.engines import EngineCase
 from tests.support.ranks import Pools

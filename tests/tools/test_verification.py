@@ -36,8 +36,8 @@ from lightning_elastic_zero.formats.deepspeed_files import is_deepspeed
 from lightning_elastic_zero.formats.newest import checkpoints_in, newest_first
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.engines import find_checkpoint
-from lightning_elastic_zero.storage.object_store import AnyPath
 from lightning_elastic_zero.storage.own_files import inspect_target
+from lightning_elastic_zero.storage.paths import AnyPath
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint

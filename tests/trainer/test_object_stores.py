@@ -23,7 +23,7 @@ S3 = tuple[str, Mapping[str, str]]
 def names_in(url: str) -> dict[str, str]:
     """Return the names in a folder of a store, with the targets of links; nothing else is there."""
     from lightning_elastic_zero.storage.folders import folder_at
-    from lightning_elastic_zero.storage.object_store import StorePath
+    from lightning_elastic_zero.storage.paths import StorePath
 
     folder = folder_at(url)
     assert isinstance(folder.path, StorePath)
