@@ -1,7 +1,7 @@
 """An Accelerator, whose states are saved and loaded on any number of ranks.
 
 ``AcceleratorBinding`` replaces methods of one Accelerator, which handle its folders and engines.
-``RunState`` is the state of accelerate outside of the engines.
+``LoopState`` is the state of a loop of accelerate outside of its engines.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def bind_accelerator(accelerator: Any, options: LoopOptions) -> None:
     Raises:
         UnsupportedError: the Accelerator does not run DeepSpeed, or its release is too old.
     """
-    state = RunState(accelerator)
+    state = LoopState(accelerator)
     loop = Loop(
         batch_names=("the DataLoader's batch_size", "gradient_accumulation_steps"),
         record=state.record,
@@ -122,7 +122,7 @@ def fallback_remedy(options: LoopOptions) -> str:
 class AcceleratorBinding:
     """The methods of one Accelerator that are replaced, and the engines that it has prepared."""
 
-    def __init__(self, state: RunState, options: LoopOptions, loop: Loop) -> None:
+    def __init__(self, state: LoopState, options: LoopOptions, loop: Loop) -> None:
         self._state = state
         self._options = options
         # Checkpoints next to an engine's may be those of other engines.
@@ -377,7 +377,7 @@ def check_steps(path: Path, manifest: Manifest) -> None:
         raise CheckpointCorruptedError(msg)
 
 
-class RunState:
+class LoopState:
     """What accelerate keeps in units of one run or in files per rank."""
 
     def __init__(self, accelerator: Any) -> None:

@@ -29,7 +29,7 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.integrations.accelerators import (
     AcceleratorBinding,
-    RunState,
+    LoopState,
     check_steps,
     fallback_remedy,
 )
@@ -150,7 +150,7 @@ class TrainerBinding(TrainerCallback):
         if bound_options(accelerator) is not None:
             msg = "elastic() was given this Trainer's accelerator before: pass only the Trainer"
             raise UnsupportedError(msg)
-        state = RunState(accelerator)
+        state = LoopState(accelerator)
         loop = Loop(
             batch_names=("per_device_train_batch_size", "gradient_accumulation_steps"),
             prepare=self._set_micro_batch,
@@ -264,7 +264,7 @@ class TrainerBinding(TrainerCallback):
     def _save_in_progress(self) -> object:
         return self._save
 
-    def _on_load(self, state: RunState, loaded: Loaded) -> None:
+    def _on_load(self, state: LoopState, loaded: Loaded) -> None:
         """Record the load, and make its folder the newest one.
 
         The Trainer deletes the oldest, before a background save is complete; a kill during a
