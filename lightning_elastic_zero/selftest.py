@@ -28,8 +28,8 @@ from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from lightning_elastic_zero.checkpoint.directory_check import scratch_folder
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.checkpoint.types import SaveRequest
+from lightning_elastic_zero.coordination.launchers import hosted_store
 from lightning_elastic_zero.coordination.liveness import Timeouts
-from lightning_elastic_zero.coordination.rendezvous import hosted_store
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.engine.live import LiveEngine

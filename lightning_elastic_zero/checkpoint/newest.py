@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 
 from lightning_elastic_zero.checkpoint.nodes import hosts_of, join_folder
+from lightning_elastic_zero.coordination.launchers import was_restarted
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import Progress
@@ -24,11 +25,6 @@ from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import AnyPath, StorePath, parse_path
 
 _MOST_NAMED = 3
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT")
-"""Variables in which a launcher counts how often it has restarted the job.
-
-The last one is what platforms on Kubernetes call the annotation of a JobSet. A Job has none.
-"""
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +54,10 @@ def find_newest(
     step = f"find the newest checkpoint in {format_names(list(map(str, folders)))}"
     newest = ranks.broadcast(step, lambda: _newest(paths, candidates, ranks.progress))
     # The agent of a node that replaces a lost one counts from zero, so all ranks are asked.
-    restarted = newest is None and any(ranks.all_gather(f"{step}: restarted", _is_restarted))
+    restarted = newest is None and any(ranks.all_gather(f"{step}: restarted", was_restarted))
     if restarted and ranks.rank == 0 and (empty := _empty_nodes(paths)):
         log.warning("%s The job was restarted, and no checkpoint was found.", " ".join(empty))
     return newest
-
-
-def _is_restarted() -> bool:
-    return any(os.environ.get(name, "0") not in {"", "0"} for name in _RESTARTS)
 
 
 def _empty_nodes(folders: Sequence[AnyPath]) -> list[str]:

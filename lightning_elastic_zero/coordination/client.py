@@ -43,8 +43,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from lightning_elastic_zero.coordination.launchers import SHARED
 from lightning_elastic_zero.coordination.liveness import Report, Timeouts, unresponsive_reason
-from lightning_elastic_zero.coordination.rendezvous import SHARED
 from lightning_elastic_zero.coordination.session import (
     CHECK_INTERVAL_S,
     LONGEST_PAUSE_S,

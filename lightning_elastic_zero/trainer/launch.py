@@ -32,12 +32,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_elastic_zero.coordination.ranks import any_rank
-from lightning_elastic_zero.coordination.rendezvous import (
+from lightning_elastic_zero.coordination.launchers import (
     SHARED,
     leave_shared_store,
     size_of_process_group,
 )
+from lightning_elastic_zero.coordination.ranks import any_rank
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.trainer.lightning import is_fitting
 

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_elastic_zero.coordination.client import CommandQueue
-from lightning_elastic_zero.coordination.rendezvous import agree_on_port
+from lightning_elastic_zero.coordination.launchers import agree_on_port
 from lightning_elastic_zero.errors import RanksError
 from tests.support.processes import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S, finishes, free_port
 

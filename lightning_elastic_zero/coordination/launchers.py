@@ -1,4 +1,4 @@
-"""The key-value store of a job: a separate one for each world of torchrun.
+"""What the launcher of a job tells its ranks: whether it has restarted them, and where they meet.
 
 torchrun's agent hosts one store for all successive worlds of its workers. Entries of a killed world
 are mistaken for those of the new one: gloo connects to addresses where no process listens any more,
@@ -26,12 +26,23 @@ from lightning_elastic_zero.errors import RanksError
 SHARED = "TORCHELASTIC_USE_AGENT_STORE"
 """torch's variable: whether torchrun's agent hosts the store at ``MASTER_PORT``."""
 
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT")
+"""Variables in which a launcher counts how often it has restarted the job.
+
+The last one is what platforms on Kubernetes call the annotation of a JobSet. A Job has none.
+"""
+
 _PREFIX = "elastic-zero/meeting"
 
 _JOINED_NODES = (
     "If nodes joined or left before, agents that share their store send ranks to the store of a "
     "node that is gone: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes."
 )
+
+
+def was_restarted() -> bool:
+    """Whether this rank's launcher has started the job before."""
+    return any(os.environ.get(name, "0") not in {"", "0"} for name in _RESTARTS)
 
 
 def leave_shared_store(timeout_s: float) -> None:
