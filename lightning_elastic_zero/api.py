@@ -9,9 +9,10 @@ from contextlib import closing
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lightning_elastic_zero.checkpoint.file_queue import delete_at
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.checkpoint.newest import delete_at, find_newest
+from lightning_elastic_zero.checkpoint.newest import find_newest
 from lightning_elastic_zero.checkpoint.nodes import NODE_COPIES, join_folder_of
 from lightning_elastic_zero.checkpoint.save import save_engine
 from lightning_elastic_zero.checkpoint.types import (

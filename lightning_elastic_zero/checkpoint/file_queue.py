@@ -24,6 +24,7 @@ from itertools import chain
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.save_files import LATEST, RECOVERY_SCRIPT, TAG
 from lightning_elastic_zero.engine.installation import recovery_script
+from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.file_write import replace_durably, write_durably
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
@@ -211,6 +212,21 @@ class FileQueue:
                 refusal_reason,
             )
         return True
+
+
+def delete_at(path: str | os.PathLike[str], progress: Progress) -> None:
+    """On rank 0: delete a checkpoint or a link.
+
+    Raises:
+        SaveError: it is neither, or could not be deleted.
+    """
+    try:
+        why = folder_at(path).delete(progress=progress)
+    except OSError as error:
+        why = f"could not be renamed ({error.strerror or error})"
+    if why:
+        msg = f"{os.fspath(path)} was not deleted: it {why}."
+        raise SaveError(msg)
 
 
 def _make_link(target: Folder, link: Folder, progress: Progress) -> None:

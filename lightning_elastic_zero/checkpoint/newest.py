@@ -1,6 +1,6 @@
-"""The newest complete checkpoint of several folders, by the sizes of its files; and deletions.
+"""The newest complete checkpoint of a run's folders, found by all ranks.
 
-``formats.newest`` lists the candidates, and verifies their data where a damaged one is replaced.
+Folders on nodes may have lost files or all checkpoints with their nodes, and a warning says which.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 from lightning_elastic_zero.checkpoint.nodes import hosts_of, join_folder
 from lightning_elastic_zero.coordination.launchers import was_restarted
 from lightning_elastic_zero.coordination.ranks import Ranks
-from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.text import format_names
-from lightning_elastic_zero.errors import (
-    CheckpointCorruptedError,
-    CheckpointNotFoundError,
-    SaveError,
+from lightning_elastic_zero.errors import CheckpointCorruptedError
+from lightning_elastic_zero.formats.newest import (
+    check_complete,
+    checkpoints_in,
+    manifest_of,
+    newest_first,
+    newest_intact,
 )
-from lightning_elastic_zero.formats.newest import checkpoints_in, manifest_of, newest_first
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.paths import AnyPath, StorePath, parse_path
-
-_MOST_NAMED = 3
+from lightning_elastic_zero.storage.paths import AnyPath, parse_path
 
 log = logging.getLogger(__name__)
 
@@ -91,63 +90,16 @@ def _newest(
             progress.check()
         if len(steps) == before:
             empty.append(folder)
-    incomplete: list[str] = []
-    for path in sorted(newest_first(steps), key=weights_only.__contains__):
-        if not (lacks := _lacks(path)):
-            if worse := incomplete + _empty_nodes(empty):
-                log.warning("%s Resume from %s.", " ".join(worse), path)
-            return str(path)
-        incomplete.append(f"{path} is incomplete: {lacks}.")
-    if incomplete:
+    in_order = sorted(newest_first(steps), key=weights_only.__contains__)
+    search = newest_intact(map(str, in_order), lambda path: check_complete(parse_path(path)))
+    incomplete = [f"{problem}." for problem in search.problems.values()]
+    if search.path is None and incomplete:
         remedy = (
             "Start the nodes that have them again, or pass a folder of older checkpoints too. To "
             "start at step 0, remove their folders by hand (of node:// on each node)."
         )
         msg = f"no checkpoint is complete. {' '.join(incomplete)} {remedy}"
         raise CheckpointCorruptedError(msg)
-    return None
-
-
-def check_complete(path: AnyPath) -> None:
-    """Refuse a checkpoint with missing files, or without a manifest, without reading its data.
-
-    Raises:
-        CheckpointNotFoundError: the path has no checkpoint.
-        CheckpointCorruptedError: it has lost files.
-    """
-    if not folder_at(path).exists():
-        msg = f"{path} has no checkpoint"
-        raise CheckpointNotFoundError(msg)
-    if lacks := _lacks(path):
-        msg = f"{path} is incomplete: {lacks}"
-        raise CheckpointCorruptedError(msg)
-
-
-def delete_at(path: str | os.PathLike[str], progress: Progress) -> None:
-    """On rank 0: delete a checkpoint or a link.
-
-    Raises:
-        SaveError: it is neither, or could not be deleted.
-    """
-    try:
-        why = folder_at(path).delete(progress=progress)
-    except OSError as error:
-        why = f"could not be renamed ({error.strerror or error})"
-    if why:
-        msg = f"{os.fspath(path)} was not deleted: it {why}."
-        raise SaveError(msg)
-
-
-def _lacks(path: AnyPath) -> str:
-    """Return which files of a checkpoint are missing or damaged; empty if it is complete."""
-    folder = folder_at(path)
-    if folder.has_damaged_manifest():
-        return f"its {MANIFEST_NAME} is damaged"
-    recorded = folder.recorded()
-    if recorded.problem:
-        return recorded.problem
-    if not (missing := list(folder.lacking(recorded))):
-        return ""
-    why = path.store.why_missing() if isinstance(path, StorePath) else ""
-    named = format_names(missing, _MOST_NAMED)
-    return f"{len(missing)} of its files are missing ({named}){f'; {why}' if why else ''}"
+    if search.path is not None and (worse := incomplete + _empty_nodes(empty)):
+        log.warning("%s Resume from %s.", " ".join(worse), search.path)
+    return search.path

@@ -9,8 +9,9 @@ others may be those of other runs.
 an earlier step leaves checkpoints of later steps behind. Steps decide between equal times, since
 object stores count in seconds. A loop that numbers its folders defines the order itself.
 
-**Damage** is what ``DAMAGE_ERRORS`` report. An ``OSError`` may be temporary: it ends the search,
-since an older checkpoint would be the wrong one.
+**Damage** is what ``DAMAGE_ERRORS`` report, of the sizes of all files (``check_complete``), of all
+bytes (``verify_share``), or of what else a caller verifies. An ``OSError`` may be temporary: it
+ends the search, since an older checkpoint would be the wrong one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from itertools import islice
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.errors import DAMAGE_ERRORS, CheckpointFormatError, ElasticZeroError
+from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.errors import (
+    DAMAGE_ERRORS,
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    ElasticZeroError,
+)
 from lightning_elastic_zero.formats.open import (
     MARKS,
     MAX_ENTRIES,
@@ -34,7 +42,9 @@ from lightning_elastic_zero.formats.open import (
 )
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.paths import NO_ENTRY, AnyPath
+from lightning_elastic_zero.storage.paths import NO_ENTRY, AnyPath, StorePath
+
+_MOST_NAMED = 3
 
 _MAX_DEPTH = 4
 """Number of slashes that are followed in a name of ``ModelCheckpoint``."""
@@ -96,6 +106,36 @@ def verify_share(
             msg = f"{path} mixes files of several saves: {source.info.mixed}"
             raise CheckpointFormatError(msg)
         source.verify_whole(rank, world_size, progress)
+
+
+def check_complete(path: AnyPath) -> None:
+    """Verify the sizes of a candidate's files, without reading its data.
+
+    Raises:
+        CheckpointNotFoundError: the path has no checkpoint.
+        CheckpointCorruptedError: it has lost files, or its manifest is damaged.
+    """
+    folder = folder_at(path)
+    if lacks := _lacks(folder):
+        if not folder.exists():
+            msg = f"{path} has no checkpoint"
+            raise CheckpointNotFoundError(msg)
+        msg = f"{path} is incomplete: {lacks}"
+        raise CheckpointCorruptedError(msg)
+
+
+def _lacks(folder: Folder) -> str:
+    """Return which files of a checkpoint are missing or damaged; empty if it is complete."""
+    if folder.has_damaged_manifest():
+        return f"its {MANIFEST_NAME} is damaged"
+    recorded = folder.recorded()
+    if recorded.problem:
+        return recorded.problem
+    if not (missing := list(folder.lacking(recorded))):
+        return ""
+    why = folder.path.store.why_missing() if isinstance(folder.path, StorePath) else ""
+    named = format_names(missing, _MOST_NAMED)
+    return f"{len(missing)} of its files are missing ({named}){f'; {why}' if why else ''}"
 
 
 # -- candidates ----------------------------------------------------------------------------------

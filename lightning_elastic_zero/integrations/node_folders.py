@@ -27,11 +27,10 @@ from typing import Any
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from lightning_elastic_zero.checkpoint.newest import check_complete
 from lightning_elastic_zero.checkpoint.nodes import join_folder
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.formats.newest import newest_first
+from lightning_elastic_zero.formats.newest import check_complete, newest_first
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.engines import LoopOptions, OnNodes
 from lightning_elastic_zero.integrations.series import folders_of, resume_folder

@@ -10,7 +10,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_elastic_zero.checkpoint.newest import delete_at, find_newest
+from lightning_elastic_zero.checkpoint.file_queue import delete_at
+from lightning_elastic_zero.checkpoint.newest import find_newest
 from lightning_elastic_zero.checkpoint.nodes import join_folder
 from lightning_elastic_zero.checkpoint.save import ShardContents, write_shards
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
