@@ -296,8 +296,7 @@ def _save_in_background(engine: Any, path: Path) -> None:
     try:
         with closing(manager.training_ranks()) as ranks:
             request = SaveRequest(LiveEngine(engine), path, _CLIENT)
-            if not manager.save_async(request, ranks):  # The host has no memory for a copy.
-                manager.save(request, ranks)
+            manager.save_async(request, ranks)
             train(engine, 3, 4)
             manager.wait_until_finished(ranks)
     finally:

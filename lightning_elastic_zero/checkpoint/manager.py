@@ -6,7 +6,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -17,6 +17,7 @@ from lightning_elastic_zero.checkpoint.streams import current_device
 from lightning_elastic_zero.checkpoint.types import CheckpointStats, SaveRequest
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.core.progress import ShowBytes, show_nothing
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.storage.folders import folder_at
@@ -28,6 +29,8 @@ _WRITERS_ABSENT_S = 60.0
 
 _IN_EXCEPTION_ABSENT_S = 30.0
 """Absent timeout of a rank that saves in an exception: it may be alone."""
+
+_NO_BAR = nullcontext(show_nothing)
 
 Listener: TypeAlias = Callable[[Literal["save", "load"], CheckpointStats], object]
 """Called in training's thread with a save that was published, on rank 0, or with a load."""
@@ -96,12 +99,26 @@ class CheckpointManager:
             self._queue.end_save(saved, published=True)
         self._record(stats)
 
-    def save_async(self, request: SaveRequest, ranks: Ranks) -> bool:
-        """Save in the background after the save before has ended. Collective.
+    def save_async(
+        self,
+        request: SaveRequest,
+        ranks: Ranks,
+        bar: AbstractContextManager[ShowBytes] = _NO_BAR,
+        *,
+        blocking: bool = False,
+    ) -> bool:
+        """Save in the background, or while training waits, after the save before. Collective.
 
-        Returns False, and saves nothing, outside of a run, or if the state should not be copied.
+        Training waits if ``blocking``, outside of a run, or if the state should not be copied, and
+        ``bar`` shows the progress. Returns whether the save goes on in the background.
         """
-        return self._writer is not None and self._writer.save(request, ranks)
+        if not blocking and self._writer is not None and self._writer.save(request, ranks):
+            return True
+        self.wait_until_finished(ranks)
+        with bar as show:
+            options = replace(request.options, show=show)
+            self.save(replace(request, options=options), ranks)
+        return False
 
     @property
     def last_save(self) -> CheckpointStats | None:

@@ -254,11 +254,7 @@ class EngineCheckpoints:
                 ranks.run_all(f"save {path}: read files", on_nodes.rank_state) if on_nodes else {}
             )
             request = SaveRequest(live, path, state, options, of_rank)
-            if waits or not self._manager.save_async(request, ranks):
-                self._manager.wait_until_finished(ranks)
-                with self._bar(ranks) as show:
-                    shown = replace(options, show=show)
-                    self._manager.save(replace(request, options=shown), ranks)
+            self._manager.save_async(request, ranks, self._bar(ranks), blocking=waits)
             if save_latest and name:
                 self._manager.link(path, str(folder / LATEST), ranks)
             for old in on_nodes.replaced() if on_nodes and ranks.rank == 0 else ():

@@ -286,12 +286,8 @@ class RunCheckpoints:
             with manager.exit_ranks(request.path, interrupted=interrupted) as ranks:
                 manager.save(request, ranks)
             return
-        ranks = self._get_ranks()
-        if blocking or not manager.save_async(request, ranks):
-            manager.wait_until_finished(ranks)
-            with checkpoint_bar(trainer) as show:
-                shown = replace(request.options, show=show)
-                manager.save(replace(request, options=shown), ranks)
+        bar = checkpoint_bar(trainer)
+        manager.save_async(request, self._get_ranks(), bar, blocking=blocking)
 
     def _with_progress(
         self, options: SaveOptions, client_state: dict[str, Any], trainer: pl.Trainer, path: str
