@@ -5,10 +5,9 @@
 by path: ``file_read``, ``file_write`` and ``paths`` distinguish the two kinds too. Callers do so
 only for what disks alone have, by ``Folder.local``.
 
-A rank also writes files for the other ranks to read. An empty token proves that a rank sees the
-same directory; tables are compared between ranks. Both are removed before the checkpoint is
-published, so they are not synced to disk. A network file system shows them to other hosts once they
-are closed.
+A rank also leaves empty files for the other ranks, which prove that they see the same directory. A
+network file system shows them to other hosts once they are closed. They are removed before the
+checkpoint is published, so they are not synced to disk.
 """
 
 from __future__ import annotations
