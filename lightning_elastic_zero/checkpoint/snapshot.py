@@ -201,7 +201,7 @@ def _copied(state: SplitState) -> SplitState:
 def copy_plain_data(value: Any) -> Any:
     """Copy plain data deeply, with its tensors to the host."""
     copies = {
-        id(tensor): tensor.detach().cpu() if is_on_device(tensor) else tensor.detach().clone()
+        tensor: tensor.detach().cpu() if is_on_device(tensor) else tensor.detach().clone()
         for tensor in tensors_of(value)
     }
     return with_copies(value, copies)

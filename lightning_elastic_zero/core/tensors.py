@@ -483,8 +483,8 @@ def measure(tree: object, most_levels: int = MOST_LEVELS) -> tuple[int, int]:
     return count(tree, most_levels), sum(sizes.values())
 
 
-def with_copies(tree: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """Return a tree with other tensors instead of those with the given ids.
+def with_copies(tree: Any, copies: Mapping[torch.Tensor, torch.Tensor]) -> Any:
+    """Return a tree with copies in place of the tensors that have one.
 
     Dicts, lists, tuples and sets are copied with their types; all else is shared. A tensor in two
     places stays one object. Copies get the kind (parameter or tensor), ``requires_grad`` and
@@ -494,13 +494,15 @@ def with_copies(tree: Any, copies: Mapping[int, torch.Tensor]) -> Any:
     return _with_copies(tree, dict(copies), set())
 
 
-def _with_copies(tree: Any, copies: dict[int, torch.Tensor], complete: set[int]) -> Any:
+def _with_copies(
+    tree: Any, copies: dict[torch.Tensor, torch.Tensor], complete: set[torch.Tensor]
+) -> Any:
     if isinstance(tree, torch.Tensor):
-        if id(tree) in copies and id(tree) not in complete:
-            complete.add(id(tree))
-            copies[id(tree)] = copied = _of_same_kind(copies[id(tree)], tree)
+        if tree in copies and tree not in complete:
+            complete.add(tree)
+            copies[tree] = copied = _of_same_kind(copies[tree], tree)
             vars(copied).update(_with_copies(vars(tree), copies, complete))
-        return copies.get(id(tree), tree)
+        return copies.get(tree, tree)
     if isinstance(tree, dict):
         # copy.copy() keeps the attributes of subclasses.
         result = copy.copy(tree)

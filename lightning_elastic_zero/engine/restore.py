@@ -318,7 +318,7 @@ def commit_shared_state(inner: Any, values: RestoreValues, flats: Sequence[FlatT
     for key in live:
         del inner.state[key]
     device = flats[0].buffer.state_key.device if flats else torch.device("cpu")
-    copies = {id(t): t.to(device) for t in tensors_of(values.optimizer_state)}
+    copies = {t: t.to(device) for t in tensors_of(values.optimizer_state)}
     inner.state.update(with_copies(values.optimizer_state, copies))
 
 

@@ -162,7 +162,7 @@ def to_host(value: Any) -> Any:
     """
     if type(value) in LEAVES:
         return value
-    copies = {id(t): own for t in tensors_of(value) if (own := _compact(t)) is not t}
+    copies = {t: own for t in tensors_of(value) if (own := _compact(t)) is not t}
     return with_copies(value, copies) if copies else value
 
 
@@ -290,7 +290,7 @@ def host_pickle(value: object) -> bytes:
 class _HostPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and is_on_device(value):
-            moved = with_copies(value, {id(value): value.detach().cpu()})
+            moved = with_copies(value, {value: value.detach().cpu()})
             return moved.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented
 

@@ -454,7 +454,7 @@ class DcpReader(FullStateReader):
         metadata = read_metadata(files.folder)
         super().__init__(files.folder, files, self)
         self._policy = foreign_policy(allow_pickle=allow_pickle)
-        self._chunks = {id(leaf.tensor): leaf.chunks for leaf in metadata.leaves}
+        self._chunks = {leaf.tensor: leaf.chunks for leaf in metadata.leaves}
         self._in_order = _sorted({chunk for leaf in metadata.leaves for chunk in leaf.chunks})
         self._check_sizes()
         self._check_encoding(metadata)
@@ -542,7 +542,7 @@ class DcpReader(FullStateReader):
         parts: dict[Chunk, list[tuple[torch.Tensor, int, torch.Tensor]]] = {}
         for target, run in wanted:
             run.check_fills(target, self.path)
-            for chunk in self._chunks[id(run.tensor)]:
+            for chunk in self._chunks[run.tensor]:
                 shape = tuple(run.tensor.shape)
                 for at, start, stop in overlaps(run, shape, chunk.offsets, chunk.sizes):
                     part = target.detach()[start - run.start : stop - run.start]
@@ -564,11 +564,11 @@ class DcpReader(FullStateReader):
         return bytes_read
 
     def load_tree(self, subtree: Any) -> Any:
-        tensors = {id(t): t for t in tensors_of(subtree) if id(t) in self._chunks}
-        copies = {key: torch.empty_like(tensor, device="cpu") for key, tensor in tensors.items()}
+        tensors = [tensor for tensor in tensors_of(subtree) if tensor in self._chunks]
+        copies = {tensor: torch.empty_like(tensor, device="cpu") for tensor in tensors}
         self.read_into(
-            (copies[key].view(-1), StoredRun(tensor, 0, tensor.numel()))
-            for key, tensor in tensors.items()
+            (copy.view(-1), StoredRun(tensor, 0, tensor.numel()))
+            for tensor, copy in copies.items()
             if tensor.numel()
         )
         return with_copies(subtree, copies)

@@ -452,11 +452,11 @@ class TorchFile:
         """Return a copy of a part of the tree, with the values of its tensors (``with_copies``)."""
         copies, jobs = {}, []
         for tensor in tensors_of(subtree):
-            if id(tensor) not in copies:
+            if tensor not in copies:
                 start, stop = self._byte_range(tensor)
                 flat = torch.empty((stop - start) // tensor.dtype.itemsize, dtype=tensor.dtype)
                 jobs.append(_RangeCopy(start, tensor.dtype, flat))
-                copies[id(tensor)] = flat.as_strided(tensor.shape, tensor.stride())
+                copies[tensor] = flat.as_strided(tensor.shape, tensor.stride())
         self._fill(jobs, NO_PROGRESS)
         return with_copies(subtree, copies)
 
