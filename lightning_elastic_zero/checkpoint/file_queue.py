@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.core.save_files import LATEST, RECOVERY_SCRIPT, TAG
-from lightning_elastic_zero.engine.installation import recovery_script
+from lightning_elastic_zero.core.save_files import LATEST, RECOVERY_SCRIPT, TAG, recovery_script
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage.file_write import replace_durably, write_durably
 from lightning_elastic_zero.storage.folder import Folder

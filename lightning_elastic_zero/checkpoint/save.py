@@ -37,10 +37,15 @@ from lightning_elastic_zero.core.manifest import (
     Manifest,
 )
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.core.save_files import LATEST, RECOVERY_SCRIPT, SEEN_PREFIX, TAG
+from lightning_elastic_zero.core.save_files import (
+    LATEST,
+    RECOVERY_SCRIPT,
+    SEEN_PREFIX,
+    TAG,
+    recovery_script,
+)
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import format_tree_path
-from lightning_elastic_zero.engine.installation import recovery_script
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.client_state import (
     Objects,

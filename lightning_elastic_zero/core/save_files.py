@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, STAGE_WEIGHTS
 
@@ -100,3 +102,10 @@ SAVE_FILES = (
 A published checkpoint on a disk consists of the manifest, the files that it lists, and those that
 are ``is_unlisted``. With any other file it is neither replaced nor deleted.
 """
+
+
+def recovery_script() -> Path | None:
+    """Return DeepSpeed's ``zero_to_fp32.py``, which checkpoints include; None if not found."""
+    spec = util.find_spec("deepspeed")
+    script = Path((spec and spec.origin) or "").parent / "utils" / "zero_to_fp32.py"
+    return script if spec and script.is_file() else None

@@ -1,4 +1,4 @@
-"""The installed DeepSpeed: its accelerator, the builds of its operators, its script."""
+"""The installed DeepSpeed: its accelerator, the builds of its operators, its ``initialize``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib import util
 from pathlib import Path
 from subprocess import SubprocessError
 from typing import Any
@@ -152,13 +151,6 @@ def _do_without_shared_memory_op(accelerator: Any, *, tries: bool) -> None:
             return
         log.warning("continuing without DeepSpeed's shared-memory collectives: %s", reason)
     table[builder.NAME] = False
-
-
-def recovery_script() -> Path | None:
-    """Return DeepSpeed's ``zero_to_fp32.py``, which checkpoints include; None if not found."""
-    spec = util.find_spec("deepspeed")
-    script = Path((spec and spec.origin) or "").parent / "utils" / "zero_to_fp32.py"
-    return script if spec and script.is_file() else None
 
 
 def replace_initialize(wrap: Callable[[Any], Any]) -> Callable[[], None]:
