@@ -23,6 +23,13 @@ class RankGrid:
         """Return the data rank to which a rank belongs."""
         return rank // self.tensor
 
+    def counterpart(self, rank: int, other: RankGrid) -> int:
+        """Return the rank from which a rank of another grid takes what each rank has for itself.
+
+        Tensor ranks of one data rank take the same, unless the grids are equal.
+        """
+        return rank if self == other else other.data_rank(rank) % self.data * self.tensor
+
     @property
     def shares(self) -> str:
         """The number of ranks that share a global batch, for messages."""

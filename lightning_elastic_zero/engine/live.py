@@ -102,6 +102,7 @@ from lightning_elastic_zero.engine.restore import (
 from lightning_elastic_zero.engine.support import check_supported
 from lightning_elastic_zero.engine.tensor_parallel import (
     cuts_of,
+    global_batch,
     samples_overcount,
     tensor_ranks,
 )
@@ -335,7 +336,7 @@ class LiveEngine:
                 skipped_steps=engine.skipped_steps,
                 micro_steps=engine.micro_steps,
                 gradient_accumulation_steps=engine.gradient_accumulation_steps(),
-                global_batch_size=int(engine.train_batch_size()) // samples_overcount(engine),
+                global_batch_size=global_batch(engine),
             ),
             writer=replace(
                 manifest.writer,

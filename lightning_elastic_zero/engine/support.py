@@ -71,9 +71,9 @@ ZENFLOW = (
 )
 
 _TENSOR_PARALLELISM = (
-    "tensor parallelism, which this library supports in ElasticDeepSpeedStrategy and in "
-    "save_checkpoint and load_checkpoint of a plain engine; use these, or remove the option: "
-    "ZeRO-3 partitions the weights too"
+    "tensor parallelism, which this library supports in ElasticDeepSpeedStrategy, under Hugging "
+    "Face and with a plain engine, but not under Fabric; use these, or remove the option: ZeRO-3 "
+    "partitions the weights too"
 )
 
 EXPERTS = "each rank has only some of the experts"

@@ -15,6 +15,7 @@ from torch import distributed
 
 from lightning_elastic_zero.core.autotp import autotp_cut
 from lightning_elastic_zero.core.cuts import Cut
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS
 from lightning_elastic_zero.core.requirements import DEEPSPEED
 from lightning_elastic_zero.engine.addresses import full_shape, parameter_names
@@ -41,9 +42,20 @@ def configured_size(config: Mapping[str, Any]) -> int:
     return max(int((config.get(SECTION) or {}).get(SIZE) or 1), 1)
 
 
+def grid_in(config: Mapping[str, Any] | None, devices: int) -> RankGrid:
+    """Return the data ranks and tensor ranks of devices by DeepSpeed's config."""
+    tensor = configured_size(config or {})
+    return RankGrid(devices // tensor, tensor)
+
+
 def tensor_ranks(engine: Any) -> int:
     """Return the number of tensor ranks; 1 without tensor parallelism."""
     return int(engine.mp_world_size)
+
+
+def engine_grid(engine: Any) -> RankGrid:
+    """Return the ranks over which ZeRO partitions the state, and the tensor ranks of each."""
+    return RankGrid(int(engine.seq_dp_world_size), tensor_ranks(engine))
 
 
 def is_cut(module: torch.nn.Module) -> bool:
@@ -92,6 +104,11 @@ def samples_overcount(engine: Any) -> int:
     accumulated = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     true = accumulated * int(engine.seq_dp_world_size)
     return max(int(engine.train_batch_size()) // true, 1)
+
+
+def global_batch(engine: Any) -> int:
+    """Return the samples of an optimizer step, each of which counts once."""
+    return int(engine.train_batch_size()) // samples_overcount(engine)
 
 
 def unfit_release(release: str) -> Iterator[str]:

@@ -59,6 +59,14 @@ from lightning_elastic_zero.integrations.sequences import (
     shared_loader,
 )
 from lightning_elastic_zero.integrations.series import folders_of, resume_folder
+from lightning_elastic_zero.integrations.tensor_ranks import (
+    check_loader,
+    check_ranks,
+    gather_for_metrics,
+    gather_weights,
+    grid_of,
+    seed_workers,
+)
 from lightning_elastic_zero.storage.file_write import replace_durably
 from lightning_elastic_zero.storage.own_files import is_checkpoint
 from lightning_elastic_zero.storage.paths import read_file
@@ -145,13 +153,16 @@ class AcceleratorBinding:
         """
         accelerator = self._accelerator
         _check_supported(accelerator)
-        for method in (
+        methods = [
             self._prepare,
             self._deepspeed_ulysses_dl_adapter,
             self._load_state,
             self._save_state,
             self._free_memory,
-        ):
+        ]
+        if grid_of(accelerator).tensor > 1:
+            methods += [self._gather_for_metrics, self._get_state_dict]
+        for method in methods:
             name = method.__name__.removeprefix("_")
             bound = partial(method, getattr(accelerator, name))
             setattr(accelerator, name, functools.wraps(getattr(accelerator, name))(bound))
@@ -168,7 +179,12 @@ class AcceleratorBinding:
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
-        self._bind_engines(prepared if isinstance(prepared, tuple) else (prepared,))
+        each = prepared if isinstance(prepared, tuple) else (prepared,)
+        grid = grid_of(self._accelerator)
+        for loader in each:
+            check_loader(loader, grid)
+            seed_workers(loader, grid, self._accelerator.process_index)
+        self._bind_engines(each)
         if isinstance(prepared, tuple):
             return tuple(map(self._with_epochs, prepared))
         return self._with_epochs(prepared)
@@ -198,6 +214,14 @@ class AcceleratorBinding:
             checkpoints = EngineCheckpoints(engine, self._engine_options, self._loop)
             self._engines[id(engine)] = checkpoints
             checkpoints.bind()
+
+    def _gather_for_metrics(self, _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return gather_for_metrics(self._accelerator, *args, **kwargs)
+
+    def _get_state_dict(
+        self, get: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return gather_weights(partial(get, model, *args, **kwargs), model)
 
     def _free_memory(self, free: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while self._engines:
@@ -323,6 +347,7 @@ def _check_supported(accelerator: Any) -> None:
             "resume in a later epoch: install accelerate 1.15 or newer"
         )
         raise UnsupportedError(msg)
+    check_ranks(accelerator)
 
 
 def _tag(index: int) -> str:
@@ -428,11 +453,12 @@ class LoopState:
         self._restore_counter(loaded, _load_rank_state(loaded, 0).get("step"))
         self._restore_epochs(loaded)
         # An additional rank takes another's random state, since all ranks began with one seed.
-        _load_rank_state(loaded, self.accelerator.process_index % loaded.world_size)
+        grid = grid_of(self.accelerator)
+        _load_rank_state(loaded, loaded.grid.counterpart(self.accelerator.process_index, grid))
         self._warn_at_first_step(loaded)
 
     def _restore_schedulers(self, loaded: Loaded) -> None:
-        accelerator, was = self.accelerator, loaded.world_size
+        accelerator, was = self.accelerator, loaded.grid.ranks
         now, accumulate = accelerator.num_processes, accelerator.gradient_accumulation_steps
         recorded = loaded.record.get(_SCHEDULERS, [])
         for index, scheduler in enumerate(self._schedulers()):
@@ -508,7 +534,7 @@ class LoopState:
                 old = steps * loaded.accumulate
                 differences += skip_differences(skipped, old, done, len(whole))
         batches, _ = samplers_of(loader) if isinstance(loader, DataLoader) else (None, None)
-        from_or_to_one = (loaded.world_size == 1) != (accelerator.num_processes == 1)
+        from_or_to_one = (loaded.grid.data == 1) != (grid_of(accelerator).data == 1)
         if from_or_to_one and hasattr(batches, "set_epoch"):
             differences.append(
                 f"accelerate calls {type(batches).__name__}.set_epoch on one rank only: give "

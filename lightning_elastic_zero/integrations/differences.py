@@ -27,8 +27,10 @@ from torch.utils.data import (
 )
 
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS
+from lightning_elastic_zero.engine.tensor_parallel import global_batch
 from lightning_elastic_zero.integrations.engines import Loaded
 from lightning_elastic_zero.integrations.sequences import sequence_ranks
+from lightning_elastic_zero.integrations.tensor_ranks import grid_of
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +62,18 @@ def warn_of_data(
     """
     reasons = [*differences]
     accumulate, shared = accelerator.gradient_accumulation_steps, sequence_ranks(accelerator)
-    changed = loaded.differs(accelerator.num_processes, accumulate, shared)
+    grid = grid_of(accelerator)
+    changed = loaded.differs(grid, accumulate, shared)
     reasons += _sequence_differences(loaded, accelerator)
-    if changed and loader is not None and accelerator.dataloader_config.use_stateful_dataloader:
+    is_stateful = loader is not None and accelerator.dataloader_config.use_stateful_dataloader
+    if is_stateful and (changed or loaded.grid != grid):
         reasons.append("use_stateful_dataloader keeps one rank's position, which no other can use")
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         _, sampler = samplers_of(loader)
         own_generator = getattr(sampler, "generator", None)  # a new one in each process
         is_reset = own_generator is not None and not hasattr(sampler, "set_epoch")
         if changed or in_epoch or (is_reset and not in_first_epoch):
-            counts = (loaded.world_size, accelerator.num_processes)
+            counts = (loaded.grid.data, grid.data)
             reasons += _order_differences(loader, *counts, in_first_epoch=in_first_epoch)
         samples = loaded.result.manifest.progress.global_batch_size
         if changed and samples:
@@ -81,9 +85,9 @@ def warn_of_data(
     if reasons and accelerator.is_main_process:
         log.warning(
             "This run has %d ranks, %s was saved on %d: %s",
-            accelerator.num_processes,
+            grid.ranks,
             loaded.load_dir,
-            loaded.world_size,
+            loaded.grid.ranks,
             "; ".join(reasons),
         )
 
@@ -226,7 +230,7 @@ def warn_of_training(trainer: Any, loaded: Loaded) -> None:
             _warn_if_counted(trainer, difference)
         else:
             differences.append(difference)
-    if loaded.world_size != args.world_size:
+    if loaded.grid.data != grid_of(trainer.accelerator).data:
         _watch_evaluation(trainer, loaded)
     warn_of_data(
         loaded,
@@ -243,7 +247,7 @@ def _data_differences(trainer: Any, loaded: Loaded, loader: Any) -> Iterator[str
     args, state = trainer.args, trainer.state
     yield from _generation_differences(args, state)
     was = loaded.result.manifest.progress.global_batch_size
-    if was not in (None, now := trainer.deepspeed.train_batch_size()):
+    if was not in (None, now := global_batch(trainer.deepspeed)):
         yield (
             f"the global batch changes from {was} to {now} samples: the Trainer computes its "
             "position in the data and the schedule from the number of steps, so it skips or "
@@ -259,7 +263,8 @@ def _data_differences(trainer: Any, loaded: Loaded, loader: Any) -> Iterator[str
             "without a length: define __len__"
         )
     shared = sequence_ranks(trainer.accelerator)
-    if not loaded.differs(args.world_size, args.gradient_accumulation_steps, shared):
+    grid = grid_of(trainer.accelerator)
+    if not loaded.differs(grid, args.gradient_accumulation_steps, shared):
         return
     if _weighs_tokens(trainer) and not args.average_tokens_across_devices:
         yield (
@@ -339,7 +344,7 @@ def _loss_differences(trainer: Any, loaded: Loaded) -> Iterator[str]:
     elif function is not None and _ignores_count(function):
         name = getattr(function, "__name__", "compute_loss_func")
         if args.average_tokens_across_devices:
-            factor *= Fraction(args.world_size, loaded.world_size)
+            factor *= Fraction(grid_of(trainer.accelerator).data, loaded.grid.data)
     else:
         return
     if factor != 1:
@@ -430,8 +435,8 @@ def _watched_loss(
             "before the Trainer is created",
             type(trainer.model).__name__,
             _COUNT,
-            trainer.args.world_size,
+            grid_of(trainer.accelerator).data,
             best,
-            loaded.world_size,
+            loaded.grid.data,
         )
     return result

@@ -24,6 +24,7 @@ from lightning_elastic_zero.api import ElasticOptions, warn_of_open_window
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.types import LoadResult, SaveRequest
 from lightning_elastic_zero.coordination.ranks import Ranks, connect_ranks
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest
 from lightning_elastic_zero.core.options import check_client_state
 from lightning_elastic_zero.core.progress import (
@@ -37,7 +38,8 @@ from lightning_elastic_zero.core.save_files import LATEST
 from lightning_elastic_zero.data_progress.batches import plan_batches
 from lightning_elastic_zero.engine.buffers import optimizer_wrapper
 from lightning_elastic_zero.engine.live import LiveEngine
-from lightning_elastic_zero.engine.support import check_no_shards
+from lightning_elastic_zero.engine.support import check_supported
+from lightning_elastic_zero.engine.tensor_parallel import engine_grid, global_batch
 from lightning_elastic_zero.errors import (
     DAMAGE_ERRORS,
     CheckpointMismatchError,
@@ -103,9 +105,9 @@ class Loaded:
     """This package's entry in the client state; empty for checkpoints of other software."""
 
     @property
-    def world_size(self) -> int:
-        """Ranks of the run that saved, over which ZeRO partitioned its state."""
-        return self.result.manifest.world_size
+    def grid(self) -> RankGrid:
+        """Ranks of the run that saved; each may have files of the loop."""
+        return self.result.manifest.grid
 
     @property
     def sequence_ranks(self) -> int | None:
@@ -117,10 +119,10 @@ class Loaded:
         """Micro-batches per optimizer step in the run that saved."""
         return max(1, self.result.manifest.progress.gradient_accumulation_steps)
 
-    def differs(self, world_size: int, accumulate: int, sequence_ranks: int) -> bool:
-        """Whether this run divides its steps differently among ranks and micro-batches."""
-        was = (self.world_size, self.accumulate, self.sequence_ranks or sequence_ranks)
-        return was != (world_size, accumulate, sequence_ranks)
+    def differs(self, grid: RankGrid, accumulate: int, sequence_ranks: int) -> bool:
+        """Whether this run divides its steps differently among data ranks and micro-batches."""
+        was = (self.grid.data, self.accumulate, self.sequence_ranks or sequence_ranks)
+        return was != (grid.data, accumulate, sequence_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,10 +197,12 @@ class EngineCheckpoints:
     def bind(self) -> None:
         """Replace the engine's methods by ``save`` and ``load``, with DeepSpeed's signatures.
 
-        Raises UnsupportedError for tensor parallelism.
+        Raises UnsupportedError for tensor parallelism in a form that cannot be saved.
         """
         engine = self._engine
-        check_no_shards(engine)
+        if engine_grid(engine).tensor > 1:  # Others are checked at the first save or load.
+            with self._ranks("set up", "tensor parallelism") as ranks:
+                ranks.run_all("check the engine", partial(check_supported, engine))
         self._loop.prepare(engine)
         for name, method in (("save_checkpoint", self.save), ("load_checkpoint", self.load)):
             original = types.MethodType(getattr(type(engine), name), engine)
@@ -392,10 +396,10 @@ class EngineCheckpoints:
         manifest, engine, stats = result.manifest, self._engine, result.stats
         saved = f"saved on {manifest.grid} with ZeRO-{manifest.stage}"
         # Under Fabric, the configured batch size need not be the loader's.
-        per_step = f", {engine.train_batch_size()} samples per step"
+        per_step = f", {global_batch(engine)} samples per step"
         text = (
             f"Loaded {stats.path} ({result.source_summary or saved}) on "
-            f"{_devices(_world_size(engine))} at step {engine.global_steps}"
+            f"{engine_grid(engine)} at step {engine.global_steps}"
             f"{'' if self._loop.whole_folder else per_step}: {stats.bytes / 1e6:.1f} MB in "
             f"{stats.seconds:.2f} s"
         )
@@ -407,8 +411,8 @@ class EngineCheckpoints:
     def _warn_of_schedule(self, loaded: Loaded) -> None:
         """Warn if a scheduler of this run's configuration continues with other rates."""
         engine, scheduler = self._engine, self._engine.lr_scheduler
-        world_size = _world_size(engine)
-        if scheduler is None or loaded.world_size == world_size or engine.global_rank:
+        is_same = loaded.grid.ranks == engine_grid(engine).ranks
+        if scheduler is None or is_same or engine.global_rank:
             return
         was = loaded.record.get(_SCHEDULE, {})
         now = _settings_of(scheduler).get(_SCHEDULE, {})
@@ -432,7 +436,7 @@ class EngineCheckpoints:
                 "DummyScheduler by the number of ranks: multiply it by accelerator.num_processes",
                 type(scheduler).__name__,
                 loaded.load_dir,
-                loaded.world_size,
+                loaded.grid.ranks,
                 "; ".join(changes),
             )
 
@@ -446,13 +450,13 @@ class EngineCheckpoints:
             UnsupportedError: it is one.
         """
         accumulate = max(1, manifest.progress.gradient_accumulation_steps)
-        was = (manifest.world_size, accumulate)
+        was = (manifest.grid, accumulate)
         engine = self._engine
-        now = (_world_size(engine), engine.gradient_accumulation_steps())
+        now = (engine_grid(engine), engine.gradient_accumulation_steps())
         if was == now or not (path.parent / "random_states_0.pkl").is_file():
             return
         msg = (
-            f"{path.parent} is a state of accelerate, saved on {was[0]} ranks with {was[1]} "
+            f"{path.parent} is a state of accelerate, saved on {was[0]} with {was[1]} "
             f"micro-batches per step; this run has {now[0]} and {now[1]}. wrap_initialize() and "
             "elastic(engine) restore only the engine, not accelerate's counters and schedulers: "
             "call elastic(accelerator), or resume with the saved numbers"
@@ -466,16 +470,16 @@ class EngineCheckpoints:
             CheckpointMismatchError: it differs, and the options do not allow that.
         """
         was, engine = manifest.progress.global_batch_size, self._engine
-        now, data_ranks = int(engine.train_batch_size()), _data_ranks(engine)
+        now, data_ranks = global_batch(engine), _data_ranks(engine)
         if was is None or was == now or self._options.allow_global_batch_change:
             return
         micro = engine.train_micro_batch_size_per_gpu()
         accumulate = engine.gradient_accumulation_steps()
-        names, ranks = self._loop.batch_names, _world_size(engine)
+        names, ranks = self._loop.batch_names, engine_grid(engine).ranks
         counted = f"{ranks} ranks" if ranks == data_ranks else f"{data_ranks} data ranks"
         msg = (
             f"the checkpoint was saved with {was} samples per optimizer step on "
-            f"{manifest.world_size} ranks; this run has {now} ({names[0]}={micro} x "
+            f"{manifest.grid.ranks} ranks; this run has {now} ({names[0]}={micro} x "
             f"{names[1]}={accumulate} x {counted}). The learning rate schedule, the steps "
             "per epoch and the position in the data depend on it. "
             f"{_keeping(was, micro, data_ranks, names)} "
@@ -491,10 +495,6 @@ class EngineCheckpoints:
     def _bar(self, ranks: Ranks) -> AbstractContextManager[ShowBytes]:
         is_shown = ranks.rank == 0 and is_terminal() and self._loop.shows_bars()
         return showing(tqdm_bar if is_shown else None)
-
-
-def _devices(count: int) -> str:
-    return f"{count} device{'s' if count > 1 else ''}"
 
 
 def _settings_of(scheduler: Any) -> dict[str, Any]:
@@ -521,15 +521,10 @@ def _configured_rates(scheduler: Any) -> list[float]:
     return [rate * function(scheduler.last_epoch) for rate, function in pairs]
 
 
-def _world_size(engine: Any) -> int:
-    """Return the ranks over which ZeRO partitions the state, and each of which may have files."""
-    return int(engine.seq_dp_world_size)
-
-
 def _data_ranks(engine: Any) -> int:
     """Return the ranks that share a global batch; the ranks of one sequence count once."""
     of_rank = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
-    return int(engine.train_batch_size()) // int(of_rank)
+    return global_batch(engine) // int(of_rank)
 
 
 def _keeping(samples: int, micro: int, data_ranks: int, names: tuple[str, str]) -> str:

@@ -24,6 +24,7 @@ from lightning_elastic_zero.engine.deepspeed import (
     holds_gradients,
 )
 from lightning_elastic_zero.engine.installation import use_accelerator
+from lightning_elastic_zero.engine.support import check_no_shards
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.integrations.engines import (
     EngineCheckpoints,
@@ -101,6 +102,7 @@ class ElasticDeepSpeedFabricStrategy(DeepSpeedStrategy):
         return engine
 
     def _bind(self, engine: Any) -> None:
+        check_no_shards(engine)
         loop = Loop(
             whole_folder=True,
             prepare=self._open_window,

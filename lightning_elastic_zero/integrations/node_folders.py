@@ -29,6 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lightning_elastic_zero.checkpoint.nodes import join_folder
 from lightning_elastic_zero.coordination.ranks import connect_ranks
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.formats.newest import check_complete, newest_first
 from lightning_elastic_zero.formats.open import open_checkpoint
@@ -98,7 +99,9 @@ def join_nodes(asked: Any, args: Any, options: LoopOptions) -> Any:
     return True
 
 
-def folder_on_nodes(asked: Path | None, args: Any, options: LoopOptions) -> str | None:
+def folder_on_nodes(
+    asked: Path | None, args: Any, grid: RankGrid, options: LoopOptions
+) -> str | None:
     """Return the folder to resume from, with the Trainer's files on each node; collective.
 
     ``asked`` is that of the user; None: the newest. Returns None if there is none.
@@ -117,11 +120,11 @@ def folder_on_nodes(asked: Path | None, args: Any, options: LoopOptions) -> str 
     folder = (asked or newest).with_name(parse_path(found).name)
     with closing(connect_ranks(options.timeouts(), "elastic-zero engine", found)) as ranks:
         step = f"write the Trainer's files of {found}"
-        ranks.run_all(step, partial(_restore_files, check_local_path(folder), args))
+        ranks.run_all(step, partial(_restore_files, check_local_path(folder), args, grid))
     return str(folder)
 
 
-def _restore_files(folder: Path, args: Any) -> None:
+def _restore_files(folder: Path, args: Any, grid: RankGrid) -> None:
     """Write the Trainer's files to this node as they were saved.
 
     Raises:
@@ -129,10 +132,10 @@ def _restore_files(folder: Path, args: Any) -> None:
     """
     path, is_first = _on_nodes(folder), args.local_process_index == 0
     with closing(open_checkpoint(path)) as source:
-        world_size = source.manifest.world_size
+        was = source.manifest.grid
         # An additional rank takes the random state of another one.
-        for rank in {args.process_index % world_size, *([0] if is_first else [])}:
-            files = source.module_state(rank, world_size).rank_state.get(_FILES, {})
+        for rank in {was.counterpart(args.process_index, grid), *([0] if is_first else [])}:
+            files = source.module_state(rank, was.ranks).rank_state.get(_FILES, {})
             if not rank and TRAINER_STATE_NAME not in files:
                 msg = (
                     f"{path} has no {TRAINER_STATE_NAME}: a Trainer did not save it. Resume from "
@@ -140,7 +143,7 @@ def _restore_files(folder: Path, args: Any) -> None:
                 )
                 raise CheckpointFormatError(msg)
             folder.mkdir(parents=True, exist_ok=True)
-            for name in files.keys() & {*_names_of(rank, world_size)}:
+            for name in files.keys() & {*_names_of(rank, was.ranks)}:
                 replace_durably(folder / name, files[name])
     for saved in folder_at(path.parent).entries() if is_first else ():
         if _is_numbered(saved.path.name) and saved.exists():  # One of them may be the best.

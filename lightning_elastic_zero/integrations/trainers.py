@@ -21,6 +21,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.manifest import load_json
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
@@ -50,6 +51,7 @@ from lightning_elastic_zero.integrations.node_folders import (
     saving_last,
 )
 from lightning_elastic_zero.integrations.series import resume_folder
+from lightning_elastic_zero.integrations.tensor_ranks import grid_of, unfit_trainer
 from lightning_elastic_zero.storage.paths import StorePath, parse_path, read_file
 
 _FOLDER = "resume_from_checkpoint"
@@ -106,7 +108,7 @@ def _check_supported(trainer: Any, options: LoopOptions) -> None:
             f"save_total_limit={least}"
         )
     else:
-        msg = ""
+        msg = unfit_trainer(trainer)
     if msg:
         raise UnsupportedError(msg)
 
@@ -164,6 +166,13 @@ class TrainerBinding(TrainerCallback):
             on_nodes=self._on_nodes,
         )
         AcceleratorBinding(state, self._options, loop).bind()
+        if grid_of(accelerator).tensor > 1:
+            trainer = self._trainer
+            trainer._track_num_input_tokens = self.track_num_input_tokens
+            trainer.gather_function = partial(
+                accelerator.gather_for_metrics,
+                use_gather_object=trainer.args.eval_use_gather_object,
+            )
 
     # -- the Trainer's methods -------------------------------------------------------------------
 
@@ -204,7 +213,8 @@ class TrainerBinding(TrainerCallback):
         args = self._trainer.args
         series = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-")
         if args.save_on_each_node and (asked is None or is_folder_of_nodes(asked, args)):
-            folder = folder_on_nodes(asked, args, self._options)
+            grid = grid_of(self._trainer.accelerator)
+            folder = folder_on_nodes(asked, args, grid, self._options)
         else:
             folder = resume_folder(asked, series, _checkpoints_of, self._options)
         if folder is None:
@@ -229,7 +239,16 @@ class TrainerBinding(TrainerCallback):
         """Restore random states when the Trainer does: callbacks may draw before and after."""
         self._class._load_rng_state(self._trainer, checkpoint)
         if checkpoint is not None and self._loaded is not None:
-            _restore_additional_rng(self._trainer.args, self._loaded)
+            trainer = self._trainer
+            _restore_additional_rng(trainer.args, grid_of(trainer.accelerator), self._loaded)
+
+    def track_num_input_tokens(self, *args: Any, **kwargs: Any) -> None:
+        """Count the tokens of data ranks: the Trainer adds up those of all ranks."""
+        trainer, state = self._trainer, self._trainer.state
+        before = state.num_input_tokens_seen
+        self._class._track_num_input_tokens(trainer, *args, **kwargs)
+        of_all = state.num_input_tokens_seen - before
+        state.num_input_tokens_seen = before + of_all // grid_of(trainer.accelerator).tensor
 
     def load_best_model(self) -> None:
         """Load the best folder, whose save may not be finished."""
@@ -299,20 +318,20 @@ class TrainerBinding(TrainerCallback):
         self._loaded = None
 
 
-def _restore_additional_rng(args: Any, loaded: Loaded) -> None:
-    """Give an additional rank the random state of a saved one.
+def _restore_additional_rng(args: Any, grid: RankGrid, loaded: Loaded) -> None:
+    """Give an additional rank the random state of a saved one, and tensor ranks the same.
 
     All ranks of a Trainer begin with one seed, and samplers of a later ``train()`` take their
     seed from the generator: with a seed of its own, a rank would have another data order.
     """
-    was, rank = loaded.world_size, args.process_index % loaded.world_size
+    was, rank = loaded.grid.ranks, loaded.grid.counterpart(args.process_index, grid)
     # A folder that was saved again by fewer ranks still has old files of the others.
     if was > 1 and not (loaded.load_dir / f"rng_state_{rank}.pth").is_file():
         rank = 0
     saved = {"world_size": was, "process_index": rank, "parallel_mode": args.parallel_mode}
     of_saved = SimpleNamespace(args=SimpleNamespace(**saved))
     Trainer._load_rng_state(of_saved, str(loaded.load_dir))
-    if args.device.type != "cpu" and args.process_index >= was:
+    if args.device.type != "cpu" and args.process_index != rank:
         # The file has a state per device; each rank used its own.
         devices = torch.get_device_module(args.device)
         of_device = devices.get_rng_state(rank % devices.device_count())

@@ -31,6 +31,7 @@ from lightning_elastic_zero.engine.support import (
 )
 from lightning_elastic_zero.engine.tensor_parallel import (
     evaluation_engine,
+    grid_in,
     remove_input_check,
 )
 from lightning_elastic_zero.errors import UnsupportedError
@@ -61,7 +62,6 @@ from lightning_elastic_zero.trainer.tensor_parallel import (
     SameBatchCheck,
     check_divisible,
     count_data_ranks,
-    grid_in,
     seed_workers,
     with_tensor_ranks,
 )

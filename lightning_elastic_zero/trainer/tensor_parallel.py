@@ -26,7 +26,7 @@ from lightning_elastic_zero.data_progress.sampler import collect_rng_states
 from lightning_elastic_zero.engine.tensor_parallel import (
     SECTION,
     SIZE,
-    configured_size,
+    grid_in,
     tensor_group,
 )
 from lightning_elastic_zero.errors import UnsupportedError
@@ -47,12 +47,6 @@ def with_tensor_ranks(config: dict[str, Any], size: object) -> dict[str, Any]:
         msg = f"{OPTION}={tensor}, but config has {SECTION}.{SIZE} = {section[SIZE]}: omit one"
         raise ValueError(msg)
     return {**config, SECTION: {**section, SIZE: tensor}}
-
-
-def grid_in(config: Mapping[str, Any] | None, devices: int) -> RankGrid:
-    """Return the data ranks and tensor ranks of devices by DeepSpeed's config."""
-    tensor = configured_size(config or {})
-    return RankGrid(devices // tensor, tensor)
 
 
 def grid_of(trainer: pl.Trainer) -> RankGrid:

@@ -162,8 +162,9 @@ def check_shards(folder: Path, output: str) -> None:
     assert "4 devices (2 tensor ranks)" in output
     weights = torch.load(folder / "weights.pt", weights_only=True)
     assert weights["model.layers.1.mlp.down_proj.weight"].shape == (32, 64)
-    state = json.loads((folder / "long" / "checkpoint-6" / "trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"]] == [1, 2, 3, 4, 5, 6]
+    state = json.loads((folder / "long" / "checkpoint-12" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"]] == [*range(1, 13)]
+    assert f"({saved}) on 2 devices at step 3, 8 samples per step" in output
     assert "gradients by 1 instead of 2" in output
 
 

@@ -33,6 +33,7 @@ from tests.integrations._hf_programs import (
     state_of,
     tiny_model,
 )
+from tests.support.engines import forget_tensor_ranks
 from tests.support.outcome import error_text
 
 
@@ -244,6 +245,22 @@ def are_freed(*, bound: bool) -> list[bool]:
 def failure_of(case: FabricCase) -> str:
     """Run a loop that must fail; return its error on this rank."""
     return error_text(lambda: run_fabric(case))
+
+
+def cut_failure() -> str:
+    """Set up a model with tensor parallelism; return the error on this rank."""
+    strategy: Any = ElasticDeepSpeedFabricStrategy(stage=1, reduce_bucket_size=1000)
+    specs = [{"patterns": ["0.weight$"], "partition_type": "column"}]
+    cuts = {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
+    strategy.config["tensor_parallel"] = {"autotp_size": 2, **cuts}
+    strategy.config["train_micro_batch_size_per_gpu"] = 1
+    fabric: Any = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    try:
+        return error_text(partial(fabric.setup, model, torch.optim.AdamW(model.parameters())))
+    finally:
+        forget_tensor_ranks()
 
 
 def _state(model: Any) -> State:

@@ -204,19 +204,38 @@ def partitioned_model(folder: str, source: str) -> TinyModel:
     return model
 
 
+_CUTS = {"LinearLayer": 0, "LinearAllreduce": 1, "VocabParallelLinear": 0}
+"""The dimension along which DeepSpeed cuts the weight of a layer for tensor ranks."""
+
+
 def state_of(engine: Any) -> State:
     """Return all full masters and Adam's moments on rank 0. Collective."""
     found: State = {}
     kept = {key for state in engine.optimizer.optimizer.state.values() for key in state}
     for name, parameter in engine.module.named_parameters():
+        layer = engine.module.get_submodule(name.rpartition(".")[0])
         if parameter.requires_grad:
             values = {"master": safe_get_full_fp32_param(parameter)}
             for key in sorted({"exp_avg", "exp_avg_sq"} & kept):
-                values[key] = _moment(engine.optimizer, parameter, key)
+                values[key] = _moment(engine, parameter, key)
             found |= {
-                f"{name}/{key}": value.detach().cpu().clone() for key, value in values.items()
+                f"{name}/{key}": _joined(engine, layer, value.detach().cpu().clone())
+                for key, value in values.items()
             }
     return found if dist.get_rank() == 0 else {}
+
+
+def _joined(engine: Any, layer: Any, shard: torch.Tensor) -> torch.Tensor:
+    """Return the shards of tensor ranks as one tensor; copies must be equal."""
+    if engine.mp_world_size == 1:
+        return shard
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, shard)
+    first, cut = held[: engine.mp_world_size], _CUTS.get(type(layer).__name__)
+    if cut is not None:
+        return torch.cat(first, cut)
+    assert all(torch.equal(each, shard) for each in held)
+    return shard
 
 
 def full_weight(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -226,8 +245,9 @@ def full_weight(parameter: torch.nn.Parameter) -> torch.Tensor:
     return full.detach().cpu().clone()
 
 
-def _moment(optimizer: Any, parameter: Any, key: str) -> torch.Tensor:
+def _moment(engine: Any, parameter: Any, key: str) -> torch.Tensor:
     """Return a full moment; DeepSpeed's function for ZeRO-1/2 supports one group only."""
+    optimizer = engine.optimizer
     if hasattr(parameter, "ds_id"):
         moment: torch.Tensor = safe_get_full_optimizer_state(parameter, key)
         return moment
@@ -238,16 +258,21 @@ def _moment(optimizer: Any, parameter: Any, key: str) -> torch.Tensor:
         held, place = mapping.hp_fragment_address, mapping.lp_fragment_address
         part = optimizer.optimizer.state[flat][key].narrow(0, held.start, held.numel)
         full.narrow(0, place.start, place.numel).copy_(part)
-    dist.all_reduce(full)
+    dist.all_reduce(full, group=engine.seq_data_parallel_group)
     return full.view(parameter.shape)
 
 
-def all_seen() -> list[int]:
-    """Return the sorted training samples of all ranks since the last call. Collective."""
+def all_seen(tensor_ranks: int = 1) -> list[int]:
+    """Return the sorted training samples of all data ranks since the last call. Collective.
+
+    ``tensor_ranks`` share each of them.
+    """
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, list(_seen))
     _seen.clear()
-    return sorted(index for of_rank in gathered for index in of_rank)
+    samples = sorted(index for of_rank in gathered for index in of_rank)
+    assert samples[::tensor_ranks] == samples[tensor_ranks - 1 :: tensor_ranks]
+    return samples[::tensor_ranks]
 
 
 class EpochSampler(Sampler[int]):
@@ -404,7 +429,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step = state.global_step
-        self.run.samples[step] = all_seen()
+        self.run.samples[step] = all_seen(self.trainer.model_wrapped.mp_world_size)
         self.run.rates[step] = self.trainer.optimizer.param_groups[0]["lr"]
         kept = torch.get_rng_state()
         self.run.draws[step] = float(torch.rand(()))

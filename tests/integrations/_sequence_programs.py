@@ -1,11 +1,11 @@
-"""Programs of ranks that share sequences (Ulysses) under the Trainer and accelerate."""
+"""Programs of ranks that share sequences or a model under the Trainer and accelerate."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -18,11 +18,18 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from torch.distributed.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_elastic_zero import elastic
+from lightning_elastic_zero.integrations import tensor_ranks
 from tests.integrations._hf_programs import (
     Run,
     Stop,
@@ -32,6 +39,7 @@ from tests.integrations._hf_programs import (
     Watch,
     _seen,
     all_seen,
+    close,
     ds_config,
     library_warnings,
     seed_everything,
@@ -39,6 +47,7 @@ from tests.integrations._hf_programs import (
     train_to_end,
     use_gloo,
 )
+from tests.support.engines import forget_tensor_ranks
 from tests.support.outcome import error_text
 
 
@@ -70,6 +79,10 @@ class RecordingForCausalLM(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, position_ids=position_ids, **inputs)
 
 
+EVALUATED = 7
+"""Samples of an evaluation, which are not a multiple of its batches."""
+
+
 def llama() -> RecordingForCausalLM:
     torch.manual_seed(3)
     return RecordingForCausalLM(
@@ -93,11 +106,20 @@ def shared_by(ranks: int) -> ParallelismConfig | None:
     return ParallelismConfig(dp_shard_size=data_ranks, **options) if ranks > 1 else None
 
 
+def shared_config(case: SharedCase, **more: Any) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a run."""
+    config = ds_config(case.stage, {**case.config, **more})
+    if case.tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": case.tensor}
+        if case.stage == 3 and "train_batch_size" not in case.config:
+            del config["train_batch_size"]
+    return config
+
+
 @contextmanager
 def ulysses() -> Iterator[None]:
     """Let gloo exchange tensors in any group, and undo DeepSpeed's global changes."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
-    from deepspeed.utils import groups
 
     def scatter(out: Any, tensors: Any, source: int, group: Any) -> None:
         # torch passes the rank within the group as the rank of all.
@@ -109,7 +131,7 @@ def ulysses() -> Iterator[None]:
             yield
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
-        groups.mpu = None
+        forget_tensor_ranks()
         parallel_state_sp._SEQUENCE_PARALLEL_GROUP = None
         parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
 
@@ -126,31 +148,43 @@ class _Gloo:
 
 @dataclass(frozen=True)
 class SharedCase(TrainerCase):
-    """A run in which ranks share sequences; ``micro`` is required."""
+    """A run in which ranks share sequences or a model; ``micro`` is required."""
 
     sequence: int = 1
+    tensor: int = 1
     scale: float = 1.0
     """The factor by which the program multiplies its loss."""
 
 
+class Draws(TrainerCallback):
+    """Draws random numbers in each step: each data rank another count."""
+
+    def __init__(self, tensor_ranks: int) -> None:
+        self.count = 1 + dist.get_rank() // tensor_ranks
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        torch.rand(self.count)
+
+
 class Scaled(Trainer):
-    """Multiplies its loss by a factor."""
+    """Multiplies its loss by a factor, in training."""
 
     scale = 1.0
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return self.scale * super().compute_loss(*args, **kwargs)
+        loss = super().compute_loss(*args, **kwargs)
+        return self.scale * loss if self.model.training else loss
 
 
-def train_shared(case: SharedCase) -> Run:
-    """Run a Trainer to its end, or until it is stopped."""
+def shared_trainer(case: SharedCase, run: Run) -> Any:
+    """Return a Trainer that records its run."""
     use_gloo()
-    run, (micro, accumulate) = Run(), case.micro or (1, 1)
+    micro, accumulate = case.micro or (1, 1)
     arguments = TrainingArguments(
         output_dir=case.output_dir,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulate,
-        deepspeed=ds_config(case.stage, case.config),
+        deepspeed=shared_config(case),
         parallelism_config=shared_by(case.sequence),
         num_train_epochs=2,
         learning_rate=0.01,
@@ -166,15 +200,78 @@ def train_shared(case: SharedCase) -> Run:
         **case.args,
     )
     watch = Watch(run, case)
-    callbacks = [watch, *([Stop(case.stop_at)] if case.stop_at else [])]
+    callbacks = [watch, Draws(case.tensor)]
+    callbacks += [Stop(case.stop_at)] if case.stop_at else []
+    trainer = Scaled(
+        llama(),
+        arguments,
+        train_dataset=Sequences(case.samples),
+        eval_dataset=Sequences(EVALUATED),
+        callbacks=callbacks,
+    )
+    watch.trainer, trainer.scale = trainer, case.scale
+    return elastic(trainer) if case.bound else trainer
+
+
+def train_shared(case: SharedCase) -> Run:
+    """Run a Trainer to its end, or until it is stopped."""
+    run = Run()
     with ulysses(), library_warnings() as run.warnings, redirect_stderr(io.StringIO()) as shown:
-        trainer = Scaled(
-            llama(), arguments, train_dataset=Sequences(case.samples), callbacks=callbacks
-        )
-        watch.trainer, trainer.scale = trainer, case.scale
-        train_to_end(elastic(trainer) if case.bound else trainer, case, run)
+        train_to_end(shared_trainer(case, run), case, run)
     run.shown = shown.getvalue()
     return run
+
+
+class Noisy(Sequences):
+    """Samples with a random token, drawn where they are read."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        noise = torch.randint(0, 32, (1,))
+        return {**sample, "labels": torch.cat([noise, sample["labels"][1:]])}
+
+
+def losses_of_noisy(case: SharedCase) -> dict[int, float]:
+    """Train on samples that workers change; return the losses."""
+    run = Run()
+    with ulysses():
+        trainer = shared_trainer(case, run)
+        trainer.train_dataset = Noisy(case.samples)
+        trainer.train()
+        close(trainer)
+    return run.losses
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a Trainer returns and writes after training."""
+
+    run: Run
+    weights: dict[str, torch.Tensor]
+    """Those that the model ended with."""
+    predicted: list[int]
+    """The samples of the predictions."""
+    loss: float
+
+
+def use_shared(case: SharedCase) -> Results:
+    """Train, predict and save the model."""
+    run = Run()
+    with ulysses():
+        trainer = shared_trainer(case, run)
+        trainer.model.register_buffer("kept", torch.arange(3.0))
+        trainer.train()
+        predictions = trainer.predict(Sequences(EVALUATED))
+        predicted = predictions.label_ids[:, 0].tolist()
+        assert len(predictions.predictions) == len(predicted)
+        trainer.save_model(f"{case.output_dir}/final")
+        weights = {
+            name.removesuffix("/master"): value
+            for name, value in state_of(trainer.model_wrapped).items()
+            if name.endswith("/master")
+        }
+        close(trainer)
+    return Results(run, weights, predicted, predictions.metrics["test_loss"])
 
 
 def loop_shared(case: SharedCase, start: int = 0) -> Run:
@@ -186,7 +283,7 @@ def loop_shared(case: SharedCase, start: int = 0) -> Run:
     seed_everything(7)
     run, (micro, accumulate) = Run(), case.micro or (1, 1)
     with ulysses(), library_warnings() as run.warnings:
-        config = ds_config(case.stage, {"train_micro_batch_size_per_gpu": micro})
+        config = shared_config(case, train_micro_batch_size_per_gpu=micro)
         accelerator = elastic(
             Accelerator(
                 deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
@@ -221,7 +318,7 @@ def loop_shared(case: SharedCase, start: int = 0) -> Run:
                 if not accelerator.sync_gradients:
                     continue
                 step += 1
-                run.samples[step] = all_seen()
+                run.samples[step] = all_seen(case.tensor)
                 run.losses[step], losses = sum(losses) / accumulate, []
                 run.rates[step] = optimizer.param_groups[0]["lr"]
                 if step in case.state_at:
@@ -241,6 +338,50 @@ def _loss(accelerator: Accelerator, model: Any, batch: Any) -> torch.Tensor:
         return loss
     shared: torch.Tensor = deepspeed_sp_compute_loss(accelerator, model, batch, False, plan)
     return shared
+
+
+def refused_cuts() -> list[str]:
+    """Prepare runs with tensor parallelism that would be wrong; return the errors."""
+    found = []
+    cut = SharedCase("", stage=1, tensor=2)
+    kinds: tuple[tuple[SharedCase, Any, dict[str, Any]], ...] = (
+        (cut, Stream(4), {}),
+        (cut, Sequences(4), {"split_batches": True}),
+        (replace(cut, sequence=2), Sequences(4), {}),
+        (replace(cut, tensor=3), Sequences(4), {}),
+        (replace(cut, stage=3, config={"train_batch_size": 4}), Sequences(4), {}),
+    )
+    for case, data, options in kinds:
+        use_gloo()
+        with ulysses():
+            config = shared_config(case, train_micro_batch_size_per_gpu=2)
+            accelerator = Accelerator(
+                deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+                parallelism_config=shared_by(case.sequence),
+                dataloader_config=DataLoaderConfiguration(**options),
+            )
+            loader = DataLoader(data, batch_size=2)
+            found.append(error_text(partial(_prepare, accelerator, loader)))
+            accelerator.free_memory()
+            AcceleratorState._reset_state(reset_partial_state=True)
+    return found
+
+
+def refused_trainers(case: SharedCase) -> list[str]:
+    """Make Trainers elastic that do not count data ranks; return the errors."""
+    found = []
+    with ulysses():
+        trainer = shared_trainer(replace(case, bound=False), Run())
+        with patch.object(tensor_ranks, "version_of", lambda _: "5.18.1"):
+            found.append(error_text(partial(elastic, trainer)))
+        trainer.args.hf_deepspeed_config = None  # as accelerate launch leaves it
+        found.append(error_text(partial(elastic, trainer)))
+        close(trainer)
+    return found
+
+
+def _prepare(accelerator: Accelerator, loader: Any) -> None:
+    elastic(accelerator).prepare(loader)
 
 
 def refused_loaders() -> list[str]:

@@ -21,6 +21,7 @@ from tests.integrations._fabric_programs import (
     accumulated,
     accumulation_failure,
     are_freed,
+    cut_failure,
     failure_of,
     run_fabric,
     save_two_engines,
@@ -111,6 +112,12 @@ def test_a_loop_that_would_lose_gradients_is_refused(
     for failure in hf_ranks.run(2, partial(accumulation_failure, stage, **more)):
         assert failure.startswith("UnsupportedError")
         assert words in failure
+
+
+@pytest.mark.long
+def test_tensor_parallelism_is_refused(hf_ranks: Pools) -> None:
+    for failure in hf_ranks.run(2, cut_failure):
+        assert "tensor_parallel.autotp_size = 2: tensor parallelism, which" in failure
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from tests.integrations._hf_programs import (
     train,
     train_to_end,
 )
+from tests.integrations._sequence_programs import SharedCase, train_shared
 from tests.integrations.test_trainer import assert_continues, assert_equal
 
 pytestmark = pytest.mark.engine
@@ -68,7 +69,7 @@ class OnNodes:
     case: TrainerCase
     local_ranks: tuple[int, ...] = ()
     """Those of all ranks; empty: each is alone on its node."""
-    call: Callable[[TrainerCase], Any] = field(default=train)
+    call: Callable[[Any], Any] = field(default=train)
 
     def __call__(self) -> Any:
         local = self.local_ranks[int(os.environ["RANK"])] if self.local_ranks else 0
@@ -163,6 +164,22 @@ def test_fewer_and_more_nodes(
         assert found.losses == wanted.losses
         assert found.draws == wanted.draws
     assert saved(nodes, 2) == saved(nodes, 1) == [f"checkpoint-{step}" for step in (2, 4, 6, 8)]
+
+
+@pytest.mark.long
+def test_tensor_ranks_become_data_ranks(nodes: Nodes, hf_ranks: Pools, tmp_path: Path) -> None:
+    """Each data rank has drawn another count of random numbers, and continues with the next."""
+    cut = SharedCase(f"{tmp_path}/whole", 2, samples=24, tensor=2, micro=(2, 3), state_at=(3,))
+    whole = hf_ranks.run(4, partial(train_shared, cut))
+    cut = replace(cut, output_dir=f"{nodes.mounted}/out", args={"save_on_each_node": True})
+    with nodes.world(0, 0, 1, 1) as run:
+        run(OnNodes(replace(cut, stop_at=3), (0, 1, 0, 1), train_shared))
+    nodes.lose(1)
+    with nodes.world(2, 0) as run:
+        resumed = run(OnNodes(replace(cut, tensor=1, resume=True), (), train_shared))
+    assert_equal(resumed[0].first_state, whole[0].states[3])
+    assert resumed[0].samples == {4: whole[0].samples[4]}
+    assert [r.draws[4] for r in resumed] == [whole[rank].draws[4] for rank in (0, 2)]
 
 
 @pytest.mark.long

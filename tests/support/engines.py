@@ -633,11 +633,13 @@ def grad_scaler_of(engine: Engine) -> Engine:
 
 def forget_tensor_ranks() -> None:
     """Reset DeepSpeed's global groups of tensor ranks, which later engines would use."""
+    from deepspeed.runtime.tensor_parallel import init_utils
     from deepspeed.utils import groups
 
     groups.mpu = groups.mesh_device = None
     groups._DATA_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
     groups._TENSOR_MODEL_PARALLEL_GROUP = None
+    init_utils._TP_MODEL_INIT_ARGS = None
 
 
 def reset_secondary_partition(setup: EngineCase) -> None:
