@@ -1,7 +1,8 @@
-"""The files of a save, by their paths in the checkpoint. ``docs/format.md`` describes them.
+"""The files of a save, by their paths in the checkpoint, and the entries in these files.
 
-The names are those of DeepSpeed 0.19.8 (``runtime/engine.py``), so that ``zero_to_fp32.py`` and
-Lightning's converter find the files that they expect.
+The names are those of DeepSpeed 0.19.8 (``runtime/engine.py``, ``checkpoint/constants.py``), so
+that ``zero_to_fp32.py`` and Lightning's converter find what they expect. ``docs/format.md``
+describes all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ SAVE_ID = re.compile("[0-9a-f]{32}")
 
 SEEN_PREFIX = ".seen-"
 """Prefix of the names of files that other ranks wait for during a save."""
+
+OURS = "elastic_zero"
+"""The entry of every file with this library's own data."""
+OPTIMIZER = "optimizer_state_dict"
+STATES = "base_optimizer_state"
+GROUP_STEP = "base_optimizer_state_step"
+"""Elastic shards: the ``step`` of the parameter groups, if they have one."""
+FP32_STAGE_3 = "fp32_flat_groups"
+FP32_STAGE_1_2 = "single_partition_of_fp32_groups"
+FROZEN = "frozen_param_fragments"
 
 
 def model_name(tensor_rank: int | str = 0) -> str:
@@ -102,6 +113,11 @@ SAVE_FILES = (
 A published checkpoint on a disk consists of the manifest, the files that it lists, and those that
 are ``is_unlisted``. With any other file it is neither replaced nor deleted.
 """
+
+
+def fp32_key(stage: int) -> str:
+    """Return the entry with the flat buffers of the masters."""
+    return FP32_STAGE_3 if stage == STAGE_WEIGHTS else FP32_STAGE_1_2
 
 
 def recovery_script() -> Path | None:

@@ -1,8 +1,7 @@
-"""DeepSpeed's checkpoint folders: names of files and entries, and stand-ins for pickled classes.
+"""DeepSpeed's checkpoint folders: tags, the files in them, and stand-ins for pickled classes.
 
-The names are those of DeepSpeed 0.19.8 (``runtime/engine.py``, ``checkpoint/constants.py``), so
-that ``zero_to_fp32.py`` and Lightning's converter find the files that they expect. The stand-ins
-keep the saved fields and do nothing else, so that files are read without importing DeepSpeed.
+The stand-ins keep the saved fields and do nothing else, so that files are read without importing
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -12,21 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Plain
+from lightning_elastic_zero.core.manifest import Plain
 from lightning_elastic_zero.core.save_files import LATEST, tensor_rank_of
 from lightning_elastic_zero.errors import CheckpointFormatError, UnsupportedError
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import AnyPath, read_file
-
-OURS = "elastic_zero"
-"""The entry of every file with this library's own data."""
-OPTIMIZER = "optimizer_state_dict"
-STATES = "base_optimizer_state"
-GROUP_STEP = "base_optimizer_state_step"
-"""Elastic shards: the ``step`` of the parameter groups, if they have one."""
-FP32_STAGE_3 = "fp32_flat_groups"
-FP32_STAGE_1_2 = "single_partition_of_fp32_groups"
-FROZEN = "frozen_param_fragments"
 
 _OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
@@ -44,11 +33,6 @@ OPTIMIZER_STATE = "zero/optimizer_state.pt"
 
 _MOST_TAG = 255
 """Characters of a tag, which is the name of a folder."""
-
-
-def fp32_key(stage: int) -> str:
-    """Return the entry with the flat buffers of the masters."""
-    return FP32_STAGE_3 if stage == STAGE_WEIGHTS else FP32_STAGE_1_2
 
 
 class FragmentAddress:

@@ -49,7 +49,10 @@ from lightning_elastic_zero.core.partition import (
 )
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.save_files import (
+    FP32_STAGE_3,
     MODEL_NAME,
+    OPTIMIZER,
+    OURS,
     model_name,
     optimizer_name,
     partitioned_model_name,
@@ -68,10 +71,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.deepspeed_files import (
-    FP32_STAGE_3,
-    OPTIMIZER,
     OPTIMIZER_STATE,
-    OURS,
     read_tag_folder,
     stub_fields,
 )

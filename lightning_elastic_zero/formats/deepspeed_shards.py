@@ -35,6 +35,13 @@ import torch
 from lightning_elastic_zero.core.layout import Fragment, Transfer
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Group, StateKey
 from lightning_elastic_zero.core.partition import FlatBuffer, piece_numel, piece_start, zero_layout
+from lightning_elastic_zero.core.save_files import (
+    FP32_STAGE_1_2,
+    FP32_STAGE_3,
+    GROUP_STEP,
+    OPTIMIZER,
+    STATES,
+)
 from lightning_elastic_zero.core.tensors import Scalar, canonical_repr, state_key
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import (
@@ -42,14 +49,7 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.deepspeed_files import (
-    FP32_STAGE_1_2,
-    FP32_STAGE_3,
-    GROUP_STEP,
-    OPTIMIZER,
-    STATES,
-    stub_fields,
-)
+from lightning_elastic_zero.formats.deepspeed_files import stub_fields
 from lightning_elastic_zero.formats.reader import (
     FRESH_OPTIMIZER_HINT,
     WEIGHT,

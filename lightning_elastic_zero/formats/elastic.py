@@ -23,6 +23,11 @@ from lightning_elastic_zero.core.partition import piece_start
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.save_files import (
     CLIENT_OBJECTS,
+    FROZEN,
+    OPTIMIZER,
+    OURS,
+    STATES,
+    fp32_key,
     model_file,
     optimizer_file,
     tensor_rank_of,
@@ -34,7 +39,6 @@ from lightning_elastic_zero.formats.client_state import (
     join_objects,
     load_objects,
 )
-from lightning_elastic_zero.formats.deepspeed_files import FROZEN, OPTIMIZER, OURS, STATES, fp32_key
 from lightning_elastic_zero.formats.reader import (
     EXTRA_STATES,
     OPTIMIZER_STATE,

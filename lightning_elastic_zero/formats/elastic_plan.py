@@ -13,8 +13,15 @@ from dataclasses import dataclass
 from lightning_elastic_zero.core.layout import Fragment, TensorKey
 from lightning_elastic_zero.core.manifest import MODULE_WEIGHTS, STAGE_WEIGHTS, Manifest
 from lightning_elastic_zero.core.partition import FlatBuffer, piece_numel
-from lightning_elastic_zero.core.save_files import model_file, optimizer_file
-from lightning_elastic_zero.formats.deepspeed_files import FROZEN, OPTIMIZER, OURS, STATES, fp32_key
+from lightning_elastic_zero.core.save_files import (
+    FROZEN,
+    OPTIMIZER,
+    OURS,
+    STATES,
+    fp32_key,
+    model_file,
+    optimizer_file,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,17 +23,19 @@ from lightning_elastic_zero.core.manifest import (
 )
 from lightning_elastic_zero.core.partition import piece_numel
 from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.core.save_files import CLIENT_OBJECTS, model_file, optimizer_file
-from lightning_elastic_zero.core.tensors import FlatState, RankState, dtype_name
-from lightning_elastic_zero.formats.client_state import SplitState, store_objects, to_host
-from lightning_elastic_zero.formats.deepspeed_files import (
+from lightning_elastic_zero.core.save_files import (
+    CLIENT_OBJECTS,
     FROZEN,
     GROUP_STEP,
     OPTIMIZER,
     OURS,
     STATES,
     fp32_key,
+    model_file,
+    optimizer_file,
 )
+from lightning_elastic_zero.core.tensors import FlatState, RankState, dtype_name
+from lightning_elastic_zero.formats.client_state import SplitState, store_objects, to_host
 from lightning_elastic_zero.formats.elastic_plan import Item, lean_numel, plan_files, writes_weights
 from lightning_elastic_zero.formats.torch_write import (
     ChunkedSource,

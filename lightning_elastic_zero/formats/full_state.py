@@ -27,6 +27,7 @@ from lightning_elastic_zero.core.manifest import (
     Writer,
 )
 from lightning_elastic_zero.core.partition import FlatBuffer
+from lightning_elastic_zero.core.save_files import FP32_STAGE_3, OPTIMIZER, OURS
 from lightning_elastic_zero.core.tensors import Scalar, dtype_name, precision_of, state_key
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import (
@@ -34,7 +35,6 @@ from lightning_elastic_zero.errors import (
     CheckpointMismatchError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.deepspeed_files import FP32_STAGE_3, OPTIMIZER, OURS
 from lightning_elastic_zero.formats.deepspeed_reader import ENGINE_KEYS
 from lightning_elastic_zero.formats.reader import (
     COMPARED_ELEMENTS,

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.core.save_files import LATEST, TAG
+from lightning_elastic_zero.core.save_files import LATEST, OURS, TAG
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import (
     CheckpointFormatError,
@@ -25,7 +25,6 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.dcp_read import METADATA_NAME, DcpReader, is_dcp
 from lightning_elastic_zero.formats.deepspeed_files import (
     LATEST_UNIVERSAL,
-    OURS,
     find_tag_folder,
     is_deepspeed,
     is_universal,

@@ -10,10 +10,10 @@ import torch
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.requirements import version_of
-from lightning_elastic_zero.core.save_files import TAG
+from lightning_elastic_zero.core.save_files import OURS, TAG
 from lightning_elastic_zero.core.tensors import unplain
 from lightning_elastic_zero.errors import UnsupportedError
-from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, OURS
+from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL
 from lightning_elastic_zero.formats.elastic_write import model_entries
 from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.formats.torch_write import TorchFileWriter

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_elastic_zero.core import save_files as constants
 from lightning_elastic_zero.core.cuts import Cut
 from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.core.layout import Fragment
@@ -46,7 +47,6 @@ from lightning_elastic_zero.data_progress.position import (
 )
 from lightning_elastic_zero.data_progress.sampler import ElasticSampler
 from lightning_elastic_zero.errors import CheckpointCorruptedError, CheckpointFormatError
-from lightning_elastic_zero.formats import deepspeed_files as constants
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES
 from tests.support.bits import bitwise_repr
 from tests.support.strategies import manifests, plain_values
