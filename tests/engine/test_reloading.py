@@ -398,7 +398,7 @@ def saved_despite_async(setup: EngineCase, folder: str) -> tuple[list[bool], lis
 def test_state_in_files_is_saved_synchronously(
     setup: EngineCase, pools: Pools, tmp_path: Path
 ) -> None:
-    """The caller saves while training waits; rank 0 says why, once."""
+    """Training waits for each save; rank 0 says why, once."""
     skip_without("AsyncIOBuilder", pools)
     (saves, (message,)), *others = pools.run(
         setup.world, partial(saved_despite_async, setup, str(tmp_path))
@@ -406,6 +406,7 @@ def test_state_in_files_is_saved_synchronously(
     assert saves == [False, False]
     assert "offload to NVMe" in message
     assert all(other == ([False, False], []) for other in others)
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"0.ckpt", "1.ckpt"}
 
 
 HPZ = EngineCase(4, "3", hpz=2, persistence=100)
