@@ -26,6 +26,7 @@ from torch import nn
 from lightning_elastic_zero.checkpoint.directory_check import check_directories
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.nodes import check_room
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     LoadOptions,
@@ -42,7 +43,7 @@ from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.paths import parse_path
+from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
 from lightning_elastic_zero.trainer.batches import UserSettings
 from lightning_elastic_zero.trainer.fit_warnings import (
     configured_rates,
@@ -129,7 +130,7 @@ class RunCheckpoints:
             UnsupportedError: DeepSpeed's buffers have an unknown layout on some rank, or a callback
                 would average weights that are partitioned or cut.
             SaveError: A ``ModelCheckpoint`` would replace files that this library did not write, or
-                its ``dirpath`` is not writable or not shared by all ranks.
+                its ``dirpath`` is not writable, not shared by all ranks, or on nodes without room.
         """
         fitting, is_cut = is_fitting(trainer), grid_of(trainer).tensor > 1
         for callback in averaging_callbacks(trainer) if (partitioned or is_cut) and fitting else ():
@@ -161,10 +162,22 @@ class RunCheckpoints:
             lambda: LiveEngine(engine).verify_addresses(fresh=True),
         )
         handle = LiveEngine(engine, places_checked=True)
+        self._check_room(used, handle)
         self._manager.start(handle, trainer.global_rank, dirpaths)
         if fitting:
             self._watch_steps(handle)  # after the manager's hook, which may wait and be interrupted
         self._hooks.begin(trainer)
+
+    def _check_room(self, dirpaths: Iterable[object], live: LiveEngine) -> None:
+        """Refuse to train if nodes have no room for the masters, which each save contains."""
+        folders = [folder_at(str(dirpath)).path for dirpath in dirpaths if dirpath]
+        on_nodes = [path for path in folders if is_on_nodes(path)]
+        if not on_nodes or live.keeps_state_in_files():
+            return
+        state = live.rank_state(exclude_frozen=True, keep_module_weights=False)
+        size_bytes = sum(tensor.nbytes for tensor in state.large_tensors())
+        for path in on_nodes:
+            check_room(path, size_bytes, self._get_ranks())
 
     def _watch_steps(self, live: LiveEngine) -> None:
         """Note when an optimizer step begins to change weights; see ``_is_omitted``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -285,6 +286,27 @@ def test_a_full_neighbour_stops_all_ranks(nodes: Nodes) -> None:
         error, result, _ = run(partial(fit_with_log, replace(plan, ckpt_path="last")))[0]
     assert not error
     assert f"{nodes.url}/step=2.ckpt" in result["loaded"]
+
+
+def fit_without_room(plan: FitCase) -> tuple[str, int]:
+    """Fit while rank 1's node has less room than its copies of the masters need."""
+    if os.environ["RANK"] == "1":
+        node_files.free_bytes = lambda folder: (1 << 20, "the memory of this test")
+    trainer, net, data, _ = plan.make()
+    return error_text(lambda: trainer.fit(net, data)), trainer.global_step
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_a_fit_without_room_for_the_masters_does_not_start(nodes: Nodes) -> None:
+    with nodes.world(0, 1) as run:
+        for error, step in run(partial(fit_without_room, FitCase(nodes.url, checkpoint=EACH_STEP))):
+            assert step == 0
+            assert re.search(
+                rf"Could not write {nodes.url}: \d+ bytes are needed, but the memory of "
+                rf"this test has {1 << 20} left",
+                error,
+            ), error
 
 
 def damage(nodes: Nodes, node: int, step: int) -> None:
