@@ -34,8 +34,7 @@ from tests.support.fixtures import OnDevice
 from tests.support.oracle import differences, dump, expected_in
 from tests.support.ranks import Pools, skip_without
 from tests.support.tables import STALLS
-from tests.trainer.test_half_precision import Held, differing, half, wanted_of
-from tests.trainer.test_half_precision import fit as half_precision_fit
+from tests.trainer.test_half_precision import Held, differing, half, half_precision_fit, wanted_of
 
 if TYPE_CHECKING:
     from tests.integrations._hf_programs import Run as HfRun

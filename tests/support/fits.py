@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
-from tests.support.outcome import error_text
+from tests.support.outcome import captured_log, captured_warnings, error_text
 
 SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
 """Options of a strategy; by default each bucket takes a gigabyte."""
@@ -83,13 +83,14 @@ class Norm(nn.BatchNorm1d):
 
 
 class RegressionNet(pl.LightningModule):
-    strategy: ClassVar[dict[str, Any]] = {}
-    """Strategy options that this module needs."""
-
     def __init__(self, lr: float = 0.01, seed: int = 0, hidden: int = 31) -> None:
         super().__init__()
         self.lr, self.seed, self.hidden = lr, seed, hidden
         self.mine: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, case: FitCase) -> Self:
+        return cls(case.rate, case.seed, case.hidden)
 
     def configure_model(self) -> None:
         if hasattr(self, "first"):
@@ -160,10 +161,26 @@ class Data(pl.LightningDataModule):
         self.loaded = state_dict
 
 
-class WeightRecorder(Callback):
+def data_of(case: FitCase) -> dict[str, Any]:
+    return {"datamodule": Data(case.loader)}
+
+
+class Watch(Callback):
+    """Observes a fit."""
+
+    def __init__(self, case: FitCase) -> None:
+        self.of = case
+
+    def seen(self, made: Fit, messages: list[str]) -> Any:
+        """Return what ``fit`` returns after the fit, which has caused messages. Collective."""
+        raise NotImplementedError
+
+
+class WeightRecorder(Watch):
     """Saves the rank, of which rank 0's is restored, and digests the weights at start and end."""
 
-    def __init__(self) -> None:
+    def __init__(self, case: FitCase) -> None:
+        super().__init__(case)
         self.loaded: dict[str, Any] = {}
         self.at_start: dict[str, str] = {}
         self.at_end: dict[str, str] = {}
@@ -182,6 +199,30 @@ class WeightRecorder(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.at_end = digests(pl_module)
 
+    def seen(self, made: Fit, messages: list[str]) -> dict[str, Any]:
+        trainer, net = made.trainer, made.net
+        load = elastic_strategy_of(trainer).last_load
+        return {
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "start": self.at_start,
+            "end": self.at_end,
+            "lrs": self.lrs,
+            "lrs at end": [group["lr"] for group in trainer.optimizers[0].param_groups],
+            "callback": self.loaded,
+            "module": {k: v.tolist() if torch.is_tensor(v) else v for k, v in net.mine.items()},
+            "data": made.data["datamodule"].loaded,
+            "best": str(getattr(trainer.checkpoint_callback, "best_model_path", "")),
+            "loaded": load.path if load else "",
+            "read": load.bytes if load else 0,
+            "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+        }
+
+
+def elastic_strategy_of(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
+    assert isinstance(trainer.strategy, ElasticDeepSpeedStrategy)
+    return trainer.strategy
+
 
 def digests(module: nn.Module) -> dict[str, str]:
     """Digest every weight (gathered, under ZeRO-3) and buffer as the module uses it."""
@@ -197,12 +238,19 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
+class Fit(NamedTuple):
+    """A case in a rank, before or after the fit."""
+
+    trainer: pl.Trainer
+    net: Any
+    data: dict[str, Any]
+    """Keyword arguments of ``Trainer.fit``."""
+    watch: Any
+
+
 @dataclass(frozen=True)
 class FitCase:
-    """A fit of a Trainer, which ``fit`` runs.
-
-    A recorded fit (``trainer/_recorded_runs.py``) also has data, a schedule and moments to save.
-    """
+    """A fit of a Trainer, which ``fit`` runs."""
 
     root: str = ""
     """The folder of its saves."""
@@ -211,13 +259,18 @@ class FitCase:
     max_steps: int = -1
     ckpt_path: str | None = None
     strategy: dict[str, Any] = field(default_factory=dict)
-    checkpoint: dict[str, Any] = field(default_factory=lambda: {"save_last": True})
-    """Options of ``ModelCheckpoint``; recorded fits have none."""
+    global_batch: int | None = None
+    checkpoint: dict[str, Any] | None = field(default_factory=lambda: {"save_last": True})
+    """Options of ``ModelCheckpoint``; without options, it has none."""
     trainer: dict[str, Any] = field(default_factory=dict)
     callbacks: tuple[Callable[[], Callback], ...] = ()
     """Create further callbacks in the rank."""
-    net: Callable[[FitCase], Any] | None = None
-    """Creates another module than ``RegressionNet`` or ``RecordingNet``."""
+    net: Callable[[FitCase], Any] = RegressionNet.of
+    """Creates the module."""
+    data: Callable[[FitCase], dict[str, Any]] = data_of
+    """Creates the data module, or the loaders for training and validation."""
+    watch: Callable[[FitCase], Any] = WeightRecorder
+    """Creates the ``Watch``, or another callback if the test itself runs the Trainer."""
     seed: int = 0
     rate: float = 0.01
     """The learning rate."""
@@ -229,9 +282,8 @@ class FitCase:
     """Options of the ``DataLoader``."""
 
     kind: str = "plain"
-    """Kind of the data; see ``_recorded_data.loaders_of``. The rest is of recorded fits, too."""
+    """Kind of the data; see ``_recorded_data.loaders_of``. The rest is of recorded fits only."""
     length: int = 53
-    global_batch: int | None = 12
     batch_size: int = 2
     noise: float = 0.0
     """Scale of random numbers that are added to each sample in the process that fetches it."""
@@ -245,65 +297,64 @@ class FitCase:
     save: tuple[str, ...] = ()
     """Moments at which to save, such as ``step 0.3``; see ``EventRecorder``."""
 
-    def resumed(self, moment: str, **changes: Any) -> FitCase:
-        """Return a fit that resumes from this one's save at a moment, by default without saves."""
-        path = Path(self.root) / f"{moment.replace(' ', '-')}.ckpt"
-        return replace(self, **{"save": (), "ckpt_path": str(path), **changes})
+    def path(self, name: str) -> Path:
+        return Path(self.root) / f"{name.replace(' ', '-')}.ckpt"
 
-    def make(self) -> tuple[pl.Trainer, RegressionNet, Data, WeightRecorder]:
-        warnings.simplefilter("ignore")
-        watch = WeightRecorder()
-        kept = {"enable_version_counter": False, **self.checkpoint}
-        checkpoints = ModelCheckpoint(dirpath=self.root, **kept)
+    def resumed(self, name: str, **changes: Any) -> FitCase:
+        """Return a fit that resumes from a save, such as ``last``; by default without moments."""
+        return replace(self, **{"save": (), "ckpt_path": str(self.path(name)), **changes})
+
+    def make(self, *first: Callback) -> Fit:
+        """Seed the rank and create its Trainer, with callbacks that come first."""
+        pl.seed_everything(self.seed, workers=True, verbose=False)
+        # Data ranks draw different numbers, as on devices.
+        torch.manual_seed(self.seed + dist.get_rank() // self.strategy.get(TENSOR_RANKS, 1))
+        watch = self.watch(self)
+        callbacks = [*first, *(make() for make in self.callbacks), watch]
+        if self.checkpoint is not None:
+            fixed = {"dirpath": self.root, "enable_version_counter": False}
+            callbacks.append(ModelCheckpoint(**{**fixed, **self.checkpoint}))
         options = dict(self.strategy)
         if config := options.get("config"):
             zero_config = {**SMALL_BUCKETS, **config["zero_optimization"]}
             options["config"] = {**config, "zero_optimization": zero_config}
-        strategy = elastic(stage=self.stage, **options)
-        callbacks = [watch, checkpoints, *(make() for make in self.callbacks)]
+        strategy = elastic(stage=self.stage, global_batch_size=self.global_batch, **options)
         limits = {"max_epochs": self.epochs, "max_steps": self.max_steps}
         trainer = quiet_trainer(strategy, *callbacks, **{**limits, **self.trainer})
-        net = self.net(self) if self.net else RegressionNet(self.rate, self.seed, self.hidden)
+        net = self.net(self)
         net.strict_loading = self.strict
-        return trainer, net, Data(self.loader), watch
+        return Fit(trainer, net, self.data(self), watch)
 
 
-def fit(plan: FitCase) -> dict[str, Any]:
-    trainer, net, data, watch = plan.make()
-    trainer.fit(net, data, ckpt_path=plan.ckpt_path)
-    strategy = trainer.strategy
-    assert isinstance(strategy, ElasticDeepSpeedStrategy)
-    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-    return {
-        "step": trainer.global_step,
-        "epoch": trainer.current_epoch,
-        "start": watch.at_start,
-        "end": watch.at_end,
-        "lrs": watch.lrs,
-        "lrs at end": [group["lr"] for group in trainer.optimizers[0].param_groups],
-        "callback": watch.loaded,
-        "module": {k: v.tolist() if torch.is_tensor(v) else v for k, v in net.mine.items()},
-        "data": data.loaded,
-        "best": str(best),
-        "loaded": strategy.last_load.path if strategy.last_load else "",
-        "read": strategy.last_load.bytes if strategy.last_load else 0,
-        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
-    }
+TENSOR_RANKS = "tensor_parallel_size"
 
 
-def evaluate(plan: FitCase, verb: str) -> dict[str, Any]:
-    trainer, net, data, _ = plan.make()
-    found = getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
-    strategy = trainer.strategy
-    assert isinstance(strategy, ElasticDeepSpeedStrategy)
-    assert strategy.last_load is not None
+def fit(case: FitCase, *first: Callback) -> Any:
+    """Fit; return what the watch has seen."""
+    logger = "lightning.pytorch.utilities.rank_zero"
+    with captured_warnings() as warned, captured_log(logger, logging.INFO) as logged:
+        made = case.make(*first)
+        made.trainer.fit(made.net, **made.data, ckpt_path=case.ckpt_path)
+    return made.watch.seen(made, [*warned, *logged])
+
+
+def fits(cases: Sequence[FitCase]) -> list[Any]:
+    """Fit one after the other in the same process."""
+    return [fit(case) for case in cases]
+
+
+def evaluate(case: FitCase, verb: str) -> dict[str, Any]:
+    trainer, net, data, _ = case.make()
+    found = getattr(trainer, verb)(net, **data, ckpt_path=case.ckpt_path)
+    load = elastic_strategy_of(trainer).last_load
+    assert load is not None
     if verb == "predict":
         return {"loss": None, "predicted": torch.cat(found).flatten().tolist()}
-    return {"loss": next(iter(found[0].values())), "read": strategy.last_load.bytes}
+    return {"loss": next(iter(found[0].values())), "read": load.bytes}
 
 
-def error_of(plan: FitCase, verb: str = "fit") -> str:
-    return error_text(lambda: fit(plan) if verb == "fit" else evaluate(plan, verb))
+def error_of(case: FitCase, verb: str = "fit") -> str:
+    return error_text(lambda: fit(case) if verb == "fit" else evaluate(case, verb))
 
 
 def listing(root: str) -> dict[str, bool]:

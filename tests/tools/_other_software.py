@@ -265,11 +265,11 @@ def with_deepspeed_3(folder: str) -> None:
 
 def save_for_lightning(folder: str, stage: int) -> tuple[dict[str, str], list[float]]:
     """Train two steps, save and convert; return digests of the weights, and rates. Collective."""
-    from tests.support.fits import Data, RegressionNet, WeightRecorder, elastic, quiet_trainer
+    from tests.support.fits import FitCase
 
-    recorder = WeightRecorder()
-    trainer = quiet_trainer(elastic(stage=stage), recorder, max_steps=2)
-    trainer.fit(RegressionNet(), Data())
+    case = FitCase(folder, stage, epochs=None, max_steps=2, checkpoint=None)
+    trainer, net, data, recorder = case.make()
+    trainer.fit(net, **data)
     trainer.save_checkpoint(Path(folder, "a.ckpt"))
     if trainer.is_global_zero:
         convert_checkpoint(Path(folder, "a.ckpt"), Path(folder, "universal"), "universal")
@@ -285,6 +285,7 @@ def resume_in_lightning(folder: str, stage: int) -> tuple[dict[str, str], list[f
     from tests.support.fits import (
         SMALL_BUCKETS,
         Data,
+        FitCase,
         RegressionNet,
         StockOnCPU,
         WeightRecorder,
@@ -295,7 +296,7 @@ def resume_in_lightning(folder: str, stage: int) -> tuple[dict[str, str], list[f
         "zero_optimization": {"stage": stage, **SMALL_BUCKETS},
         "checkpoint": {"load_universal": True},
     }
-    recorder = WeightRecorder()
+    recorder = WeightRecorder(FitCase())
     trainer = quiet_trainer(StockOnCPU(config=config), recorder, max_steps=3)
     net = RegressionNet(seed=1)
     trainer.fit(net, Data(), ckpt_path=str(Path(folder, "universal")))

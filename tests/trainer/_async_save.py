@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed import comm
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_elastic_zero.checkpoint import background, manager
-from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
-from tests.support.fits import Data, RegressionNet, elastic, quiet_trainer
+from tests.support.fits import FitCase, elastic_strategy_of
 from tests.support.processes import PROMPT_TIMEOUT_S
 
 HELD_S = PROMPT_TIMEOUT_S
@@ -55,8 +54,10 @@ StepActions = dict[int, Callable[[pl.Trainer], None]]
 class StepActor(Callback):
     """Performs actions after given steps (-1: at the end of training); its state has the gate."""
 
-    def __init__(self, gate: Gate | None, actions: StepActions) -> None:
-        self.gate, self.actions = gate, actions
+    def __init__(self, run: FitCase, *, gated: bool = False, fails_on: int | None = None) -> None:
+        Path(run.root).mkdir(exist_ok=True, parents=True)
+        self.gate = Gate(str(gate_of(run)), fails_on) if gated else None
+        self.actions: StepActions = {}
         self.tensor, self.steps = torch.zeros(5), [0]
         self.passes_on: tuple[type[BaseException], ...] = ()
         self.errors: dict[int, str] = {}
@@ -101,86 +102,65 @@ def causes_of(error: BaseException) -> list[str]:
     return found
 
 
-@dataclass
-class AsyncSaveSpec:
-    """A fit; by default three epochs of two steps."""
+def async_case(
+    root: Path,
+    stage: int = 2,
+    *,
+    async_save: bool = True,
+    gated: bool = False,
+    fails_on: int | None = None,
+    checkpoint: dict[str, Any] | None = None,
+    **changes: Any,
+) -> FitCase:
+    """Return a fit of three epochs of two steps, which a ``StepActor`` observes.
 
-    root: str
-    stage: int = 2
-    async_save: bool = True
-    precision: Any = "32-true"
-    epochs: int = 3
-    checkpoint: dict[str, Any] | None = None
-    gated: bool = False
-    fails_on: int | None = None
-    accumulate: int = 1
-    actions: StepActions = field(default_factory=dict)
-    net: type[RegressionNet] = RegressionNet
+    Args:
+        root: folder of its saves; ``ModelCheckpoint`` has the folder ``kept`` in it.
+        stage: of ZeRO.
+        async_save: whether it saves in the background.
+        gated: writers wait until the file ``gate_of`` exists.
+        fails_on: the rank whose writer then fails.
+        checkpoint: options of ``ModelCheckpoint``.
+        changes: other fields.
+    """
+    strategy = {"async_save": async_save, "allow_pickle": True, **changes.pop("strategy", {})}
+    if checkpoint is not None:
+        checkpoint = {"dirpath": str(root / "kept"), **checkpoint}
+    watch = partial(StepActor, gated=gated, fails_on=fails_on)
+    fields = {"epochs": 3, "watch": watch, "strategy": strategy, "checkpoint": checkpoint}
+    return FitCase(str(root), stage, **{**fields, **changes})
 
-    @property
-    def gate(self) -> Path:
-        """The file that the writer waits for."""
-        return Path(self.root) / "open"
 
-    def path(self, name: str) -> Path:
-        return Path(self.root) / f"{name}.ckpt"
+def gate_of(run: FitCase) -> Path:
+    """Return the file that a writer waits for."""
+    return Path(run.root) / "open"
 
-    def saves(self, name: str) -> Callable[[pl.Trainer], None]:
-        """Return an action that saves to ``path(name)``."""
-        return lambda trainer: trainer.save_checkpoint(self.path(name))
 
-    def fit(
-        self,
-        actions: StepActions | None = None,
-        *more: Callback,
-        raises: tuple[type[BaseException], ...] = (),
-    ) -> StepActor:
-        """Train with actions until one of the errors, if any; return the ``StepActor``."""
-        trainer, net, data, actor = self.make()
-        actor.actions = {**self.actions, **(actions or {})}
-        actor.passes_on, actor.trainer = raises, trainer
-        trainer.callbacks.extend(more)  # type: ignore[attr-defined]
-        try:
-            trainer.fit(net, data)
-        except raises:
-            return actor
-        assert not raises, "the fit ended without an error"
+def save_to(run: FitCase, name: str) -> Callable[[pl.Trainer], None]:
+    """Return an action that saves to ``run.path(name)``."""
+    return lambda trainer: trainer.save_checkpoint(run.path(name))
+
+
+def fit_with(
+    run: FitCase,
+    actions: StepActions | None = None,
+    *first: Callback,
+    raises: tuple[type[BaseException], ...] = (),
+) -> StepActor:
+    """Train with actions until one of the errors, if any; return the ``StepActor``."""
+    trainer, net, data, actor = run.make(*first)
+    actor.actions, actor.passes_on, actor.trainer = actions or {}, raises, trainer
+    try:
+        trainer.fit(net, **data)
+    except raises:
         return actor
-
-    def make(self) -> tuple[pl.Trainer, RegressionNet, Data, StepActor]:
-        warnings.simplefilter("ignore")
-        Path(self.root).mkdir(exist_ok=True, parents=True)
-        gate = Gate(str(self.gate), self.fails_on) if self.gated else None
-        actor = StepActor(gate, self.actions)
-        callbacks: list[Callback] = [actor]
-        if self.checkpoint is not None:
-            folder = str(Path(self.root) / "kept")
-            options = {"enable_version_counter": False, **self.checkpoint}
-            callbacks.append(ModelCheckpoint(dirpath=folder, **options))
-        strategy = elastic(
-            stage=self.stage,
-            async_save=self.async_save,
-            allow_pickle=True,
-            **self.net.strategy,
-        )
-        trainer = quiet_trainer(
-            strategy,
-            *callbacks,
-            precision=self.precision,
-            max_epochs=self.epochs,
-            accumulate_grad_batches=self.accumulate,
-        )
-        return trainer, self.net(), Data(), actor
+    assert not raises, "the fit ended without an error"
+    return actor
 
 
 def actor_of(trainer: pl.Trainer) -> StepActor:
     (actor,) = (c for c in trainer.callbacks if isinstance(c, StepActor))  # type: ignore[attr-defined]
     return actor
-
-
-def elastic_strategy_of(trainer: pl.Trainer) -> ElasticDeepSpeedStrategy:
-    assert isinstance(trainer.strategy, ElasticDeepSpeedStrategy)
-    return trainer.strategy
 
 
 def open_later(gate: Path, seconds: float) -> None:
@@ -193,25 +173,25 @@ def is_published(path: Path) -> bool:
     return (path / "manifest.json").is_file()
 
 
-def kept(run: AsyncSaveSpec) -> dict[str, str]:
+def kept(run: FitCase) -> dict[str, str]:
     """Return the entries of ModelCheckpoint's folder, with their targets ("" if incomplete)."""
     found = sorted((Path(run.root) / "kept").iterdir())
     return {p.name: p.resolve().name if is_published(p) else "" for p in found if p.name[0] != "."}
 
 
-def save_other(run: AsyncSaveSpec, trainer: pl.Trainer) -> None:
+def save_other(run: FitCase, trainer: pl.Trainer) -> None:
     """Publish a checkpoint unknown to ModelCheckpoint, so that the last good one is not its own."""
-    run.gate.touch()
+    gate_of(run).touch()
     trainer.save_checkpoint(str(Path(run.root) / "kept" / "other.ckpt"))
     elastic_strategy_of(trainer).wait_for_save()
     trainer.strategy.barrier()
-    run.gate.unlink(missing_ok=True)
+    gate_of(run).unlink(missing_ok=True)
 
 
-def publish_held(run: AsyncSaveSpec, trainer: pl.Trainer) -> None:
+def publish_held(run: FitCase, trainer: pl.Trainer) -> None:
     """Let the paused writer publish the save in flight."""
     trainer.strategy.barrier()
-    run.gate.touch()
+    gate_of(run).touch()
     elastic_strategy_of(trainer).wait_for_save()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm
-from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 
 from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
@@ -86,20 +86,20 @@ def fail_in_training(root: str, hook: str, ranks: tuple[int, ...]) -> str:
     if hook == "step":
         options.update(every_n_train_steps=2, every_n_epochs=None, filename="{step}")
     plan = FitCase(root, 2, epochs=3, checkpoint=options)
-    trainer, net, data, _ = plan.make()
     # A ModelCheckpoint saves nothing at step 0.
     added: list[Any] = [OnExceptionCheckpoint(root)]
-    if hook == "step":
-        net.configure_optimizers = lambda: Failing(net.parameters())  # type: ignore[method-assign]
-        # With a name of its own, each last checkpoint is deleted for the next one.
-        trainer.checkpoint_callback.CHECKPOINT_NAME_LAST = "{step}-last"  # type: ignore[union-attr]
-    else:
+    if hook != "step":
         added.insert(0, LambdaCallback(**{hook: fail}))
-    trainer.callbacks[:0] = added  # type: ignore[attr-defined]
+    trainer, net, data, _ = plan.make(*added)
+    if hook == "step":
+        net.configure_optimizers = lambda: Failing(net.parameters())
+        # With a name of its own, each last checkpoint is deleted for the next one.
+        (saves,) = (c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint))
+        saves.CHECKPOINT_NAME_LAST = "{step}-last"
     trace = NOTHING
     with captured_warnings("is not saved") as warned:
         try:
-            trainer.fit(net, data)
+            trainer.fit(net, **data)
         except Exception as error:  # noqa: BLE001 - the test checks it
             trace = "".join(traceback.format_exception(error))
     return "\n".join([*warned, trace])

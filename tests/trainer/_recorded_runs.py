@@ -7,12 +7,9 @@ not depend on the counters of the library.
 from __future__ import annotations
 
 import copy
-import logging
-import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -24,8 +21,18 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.support.fits import SMALL_BUCKETS, FitCase, StockOnCPU, digests, elastic, quiet_trainer
-from tests.support.outcome import captured_log, captured_warnings, error_text
+from tests.support.fits import (
+    SMALL_BUCKETS,
+    Fit,
+    FitCase,
+    StockOnCPU,
+    Watch,
+    digests,
+    error_of,
+    fit,
+    fits,
+    quiet_trainer,
+)
 from tests.support.ranks import Pools
 from tests.trainer import _recorded_data
 from tests.trainer._recorded_data import WIDTH, IndexedSamples
@@ -34,12 +41,21 @@ V = TypeVar("V")
 
 
 def recorded(**changes: Any) -> FitCase:
-    """Return a fit of two epochs of five steps, whose data and saves these fields describe."""
-    return FitCase(**{"epochs": 2, "seed": 3, **changes})
+    """Return a fit of two epochs of five steps, whose data and saves these fields describe.
+
+    ``fit`` returns its ``RunRecord``.
+    """
+    of_record = {"net": RecordingNet, "data": loaders_of, "watch": EventRecorder}
+    fields = {"checkpoint": None, "global_batch": 12, "epochs": 2, "seed": 3}
+    return FitCase(**{**of_record, **fields, **changes})
 
 
-def loaders_of(run: FitCase) -> Any:
-    return _recorded_data.loaders_of(run.kind, run.length, run.batch_size, run.noise, run.loader)
+def loaders_of(run: FitCase) -> dict[str, Any]:
+    """Return the loaders for training and for validation."""
+    train = _recorded_data.loaders_of(run.kind, run.length, run.batch_size, run.noise, run.loader)
+    data = IndexedSamples(8, run.noise if run.validation else 0.0)
+    val = DataLoader(data, **{"batch_size": 2, **run.validation}) if run.validate else None
+    return {"train_dataloaders": train, "val_dataloaders": val}
 
 
 @dataclass(frozen=True)
@@ -174,15 +190,16 @@ def _factor(step: int) -> float:
     return 1.0 / (1 + step)
 
 
-class EventRecorder(Callback):
+class EventRecorder(Watch):
     """Records events, and saves at the moments of ``FitCase.save``.
 
     Moments: ``step E.N`` and ``inside E.N`` (after the N-th step of epoch E, or in the next
-    window), ``starting E``, ``epoch E`` (its end), ``validating S``, ``validated S`` and ``end``.
+    window), ``starting E``, ``epoch E`` (its end), ``validating S``, ``validated S``, ``end`` and
+    ``after`` the fit.
     """
 
     def __init__(self, run: FitCase) -> None:
-        self.of = run
+        super().__init__(run)
         self.events: list[str] = []
         self.axis: list[int] = []
         self.validated: dict[int, float] = {}
@@ -193,7 +210,7 @@ class EventRecorder(Callback):
 
     def _save(self, trainer: pl.Trainer, moment: str) -> None:
         if moment in self.of.save:
-            trainer.save_checkpoint(Path(self.of.root) / f"{moment.replace(' ', '-')}.ckpt")
+            trainer.save_checkpoint(self.of.path(moment))
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -243,6 +260,11 @@ class EventRecorder(Callback):
         if axis not in self.axis:
             self.axis.append(axis)
 
+    @override
+    def seen(self, made: Fit, messages: list[str]) -> RunRecord:
+        self._save(made.trainer, "after")
+        return gather_record(made.trainer, made.net, self, messages)
+
 
 class AccumulatesByEpoch(Callback):
     """Changes the accumulation at the start of each epoch."""
@@ -261,30 +283,6 @@ def counts_of(state: dict[str, Any]) -> dict[str, Any]:
         elif key != "combined_loader":
             flat[key] = copy.deepcopy(value)
     return flat
-
-
-def fit(run: FitCase) -> RunRecord:
-    """Fit; return this rank's record, with the samples of all ranks."""
-    logger = "lightning.pytorch.utilities.rank_zero"
-    with captured_warnings() as warned, captured_log(logger, logging.INFO) as logged:
-        seen = _fit(run)
-    return replace(seen, messages=[*warned, *logged])
-
-
-def warned_by_default(run: FitCase) -> tuple[RunRecord, list[str]]:
-    """Fit with the default warning filters; return the warnings too."""
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.resetwarnings()
-        seen = _fit(run)
-    return seen, [str(w.message) for w in warned]
-
-
-def error_of(run: FitCase) -> str:
-    return error_text(lambda: fit(run))
-
-
-def fits(runs: list[FitCase]) -> list[RunRecord]:
-    return [fit(run) for run in runs]
 
 
 def record(worlds: Pools, world: int, run: FitCase) -> RunRecord:
@@ -324,21 +322,6 @@ def assert_refused(worlds: Pools, world: int, run: FitCase, error: str, *parts: 
         assert all(part in message for part in parts), message
 
 
-def _fit(run: FitCase) -> RunRecord:
-    pl.seed_everything(run.seed, workers=True, verbose=False)
-    # Data ranks draw different numbers, as on devices.
-    torch.manual_seed(run.seed + comm.get_rank() // run.strategy.get("tensor_parallel_size", 1))
-    net, watch = (run.net or RecordingNet)(run), EventRecorder(run)
-    trainer = trainer_of(run, [*(make() for make in run.callbacks), watch])
-    noise = run.noise if run.validation else 0.0
-    data = IndexedSamples(8, noise)
-    val = DataLoader(data, batch_size=2, **run.validation) if run.validate else None
-    trainer.fit(net, loaders_of(run), val, ckpt_path=run.ckpt_path)
-    if "after" in run.save:
-        trainer.save_checkpoint(Path(run.root) / "after.ckpt")
-    return gather_record(trainer, net, watch)
-
-
 def fit_stock(run: FitCase, *, ddp: bool = False) -> RunRecord:
     """Fit with Lightning's own strategy for DeepSpeed, or for DDP."""
     pl.seed_everything(run.seed, workers=True, verbose=False)
@@ -348,17 +331,13 @@ def fit_stock(run: FitCase, *, ddp: bool = False) -> RunRecord:
     if not ddp:
         strategy = StockOnCPU(stage=run.stage, zero_allow_untested_optimizer=True, **options)
     trainer = quiet_trainer(strategy, watch, max_epochs=run.epochs, **run.trainer)
-    trainer.fit(net, loaders_of(run))
+    trainer.fit(net, loaders_of(run)["train_dataloaders"])
     return gather_record(trainer, net, watch)
 
 
-def trainer_of(run: FitCase, callbacks: list[Callback]) -> pl.Trainer:
-    strategy = elastic(stage=run.stage, global_batch_size=run.global_batch, **run.strategy)
-    options = {"max_epochs": run.epochs, "max_steps": run.max_steps, **run.trainer}
-    return quiet_trainer(strategy, *callbacks, **options)
-
-
-def gather_record(trainer: pl.Trainer, net: RecordingNet, watch: EventRecorder) -> RunRecord:
+def gather_record(
+    trainer: pl.Trainer, net: RecordingNet, watch: EventRecorder, messages: Sequence[str] = ()
+) -> RunRecord:
     """Merge the records of all ranks."""
     all_ids: list[Any] = [None] * comm.get_world_size()
     distributed.all_gather_object(all_ids, net.ids)
@@ -377,7 +356,7 @@ def gather_record(trainer: pl.Trainer, net: RecordingNet, watch: EventRecorder) 
         epoch=trainer.current_epoch,
         global_step=trainer.global_step,
         axis=watch.axis,
-        messages=[],
+        messages=[*messages],
         drawn=torch.rand(2).tolist(),
         buffer=net.mean.tolist(),
         weights=digests(net),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,40 +13,42 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from deepspeed import comm
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_elastic_zero.checkpoint import background
 from lightning_elastic_zero.checkpoint.types import CheckpointStats
 from lightning_elastic_zero.core.memory import memory_pools
 from tests.support.checkpoints import files_of
+from tests.support.fits import FitCase, elastic_strategy_of
 from tests.support.outcome import captured_log, error_text
 from tests.support.ranks import Pools
 from tests.trainer._async_save import (
     OTHER,
-    AsyncSaveSpec,
     StepActor,
     actor_of,
-    elastic_strategy_of,
+    async_case,
+    fit_with,
+    gate_of,
     is_published,
     kept,
     open_later,
     publish_held,
     save_other,
+    save_to,
 )
 
 pytestmark = pytest.mark.engine
 
 
-def save_during_training(run: AsyncSaveSpec) -> dict[str, Any]:
+def save_during_training(run: FitCase) -> dict[str, Any]:
     """Save after a step, train to the end, and only then let the writer continue."""
     seen: dict[str, Any] = {}
 
     def check(trainer: pl.Trainer) -> None:
         seen["exists at the end"] = run.path("a").exists()
-        run.gate.touch()
+        gate_of(run).touch()
 
-    return {"stats": stats_of(run.fit({2: run.saves("a"), -1: check})), **seen}
+    return {"stats": stats_of(fit_with(run, {2: save_to(run, "a"), -1: check})), **seen}
 
 
 def stats_of(actor: StepActor) -> CheckpointStats:
@@ -59,12 +62,10 @@ def test_a_background_save_equals_a_blocking_save(
     stage: int, precision: str, pools: Pools, tmp_path: Path
 ) -> None:
     """Training does not wait for it."""
-    blocking = AsyncSaveSpec(
-        str(tmp_path / "blocking"), stage, async_save=False, precision=precision
-    )
-    background = AsyncSaveSpec(str(tmp_path / "background"), stage, precision=precision)
+    made = partial(async_case, stage=stage, gated=True, trainer={"precision": precision})
+    blocking = made(tmp_path / "blocking", async_save=False)
+    background = made(tmp_path / "background")
     for run in (blocking, background):
-        run.gated = True
         for seen in pools.run(2, partial(save_during_training, run)):
             assert seen["exists at the end"] == (run is blocking)
             assert (seen["stats"].waited_s < seen["stats"].seconds) == (run is background)
@@ -75,7 +76,7 @@ def test_a_background_save_equals_a_blocking_save(
         assert found[name] == tree, name
 
 
-def save_on_a_full_host(run: AsyncSaveSpec) -> tuple[list[bool], list[str]]:
+def save_on_a_full_host(run: FitCase) -> tuple[list[bool], list[str]]:
     """Save twice while there is no memory, and once more; return which are published at once."""
     published: list[bool] = []
 
@@ -84,18 +85,19 @@ def save_on_a_full_host(run: AsyncSaveSpec) -> tuple[list[bool], list[str]]:
             if full and comm.get_rank() == 1:
                 root = Path(run.root, "proc")
                 patch.setattr(background, "memory_pools", lambda: memory_pools(root))
-            run.saves(name)(trainer)
+            save_to(run, name)(trainer)
         published.append(is_published(run.path(name)))
         trainer.strategy.barrier()
 
     with captured_log("lightning_elastic_zero", logging.WARNING) as messages:
-        run.fit(
+        fit_with(
+            run,
             {
                 1: partial(save, "a", full=True),
                 2: partial(save, "b", full=True),
                 3: partial(save, "c"),
-                -1: lambda _: run.gate.touch(),
-            }
+                -1: lambda _: gate_of(run).touch(),
+            },
         )
     return published, [text for text in messages if "async_save" in text]
 
@@ -106,7 +108,7 @@ def test_a_save_without_memory_for_a_copy_is_synchronous(pools: Pools, tmp_path:
     (proc / "sys/kernel/random").mkdir(parents=True)
     (proc / "sys/kernel/random/boot_id").write_text("d323d6f9")
     (proc / "meminfo").write_text("MemTotal: 99999 kB\nMemAvailable: 1 kB\n")
-    run = AsyncSaveSpec(str(tmp_path), gated=True)
+    run = async_case(tmp_path, gated=True)
     ranks = pools.run(2, partial(save_on_a_full_host, run))
     assert [published for published, _ in ranks] == [[True, True, False]] * 2
     (message,), others = (messages for _, messages in ranks)
@@ -116,15 +118,15 @@ def test_a_save_without_memory_for_a_copy_is_synchronous(pools: Pools, tmp_path:
     assert is_published(run.path("c"))
 
 
-def save_twice(run: AsyncSaveSpec) -> tuple[dict[int, str], dict[int, list[str]]]:
+def save_twice(run: FitCase) -> tuple[dict[int, str], dict[int, list[str]]]:
     """Save with a writer that fails, save again, and save without a failure."""
-    run.gate.touch()
+    gate_of(run).touch()
 
     def save_successfully(trainer: pl.Trainer) -> None:
         actor_of(trainer).gate = None
-        run.saves("c")(trainer)
+        save_to(run, "c")(trainer)
 
-    actor = run.fit({2: run.saves("a"), 4: run.saves("b"), 5: save_successfully})
+    actor = fit_with(run, {2: save_to(run, "a"), 4: save_to(run, "b"), 5: save_successfully})
     return actor.errors, actor.causes
 
 
@@ -132,7 +134,7 @@ def save_twice(run: AsyncSaveSpec) -> tuple[dict[int, str], dict[int, list[str]]
 def test_a_failed_background_save_is_raised_on_all_ranks_at_the_next_save(
     fails_on: int, pools: Pools, tmp_path: Path
 ) -> None:
-    run = AsyncSaveSpec(str(tmp_path), gated=True, fails_on=fails_on)
+    run = async_case(tmp_path, gated=True, fails_on=fails_on)
     ranks = pools.run(2, partial(save_twice, run))
     for errors, causes in ranks:
         assert list(errors) == [4]
@@ -146,7 +148,7 @@ def test_a_failed_background_save_is_raised_on_all_ranks_at_the_next_save(
     assert not list(tmp_path.glob(".zero-*"))
 
 
-def watch_folder(run: AsyncSaveSpec) -> dict[str, dict[str, str]]:
+def watch_folder(run: FitCase) -> dict[str, dict[str, str]]:
     """List ModelCheckpoint's folder during and after its first two saves, and at the end."""
     seen: dict[str, dict[str, str]] = {}
 
@@ -156,14 +158,14 @@ def watch_folder(run: AsyncSaveSpec) -> dict[str, dict[str, str]]:
         publish_held(run, trainer)
         seen["first published"] = kept(run)
         trainer.strategy.barrier()
-        run.gate.unlink(missing_ok=True)
+        gate_of(run).unlink(missing_ok=True)
 
     def second(trainer: pl.Trainer) -> None:
         seen["second held"] = kept(run)
         publish_held(run, trainer)
         seen["second published"] = kept(run)
 
-    actor = run.fit({1: partial(save_other, run), 3: first, 5: second})
+    actor = fit_with(run, {1: partial(save_other, run), 3: first, 5: second})
     assert not actor.errors, actor.errors
     return {**seen, "end": kept(run)}
 
@@ -174,7 +176,7 @@ def test_top_k_deletes_when_the_successor_is_published(
 ) -> None:
     """The link ``last.ckpt`` points to the last published checkpoint."""
     options = {"save_top_k": 1, "filename": "{step}", "save_last": save_last}
-    run = AsyncSaveSpec(str(tmp_path), gated=True, checkpoint=options)
+    run = async_case(tmp_path, gated=True, checkpoint=options)
     for seen in pools.run(2, partial(watch_folder, run)):
         assert seen["first held"] == OTHER
         assert seen["first published"] == with_other("step=2.ckpt", save_last)
@@ -187,20 +189,20 @@ def with_other(name: str, save_last: str | None) -> dict[str, str]:
     return OTHER | {name: name} | ({"last.ckpt": name} if save_last else {})
 
 
-def fail_the_second(run: AsyncSaveSpec) -> tuple[dict[str, str], str]:
+def fail_the_second(run: FitCase) -> tuple[dict[str, str], str]:
     """Make ModelCheckpoint's second save fail; return the remaining entries."""
 
     def other_first(trainer: pl.Trainer) -> None:
         save_other(run, trainer)
         trainer.strategy.barrier()
-        run.gate.touch()
+        gate_of(run).touch()
 
     def break_disk(trainer: pl.Trainer) -> None:
         gate = actor_of(trainer).gate
         assert gate is not None
         gate.fails_on = 1
 
-    error = error_text(lambda: run.fit({1: other_first, 3: break_disk}))
+    error = error_text(lambda: fit_with(run, {1: other_first, 3: break_disk}))
     return kept(run), error
 
 
@@ -210,20 +212,20 @@ def test_a_failed_background_save_deletes_nothing(
     save_last: str | None, pools: Pools, tmp_path: Path
 ) -> None:
     options = {"save_top_k": 1, "filename": "{step}", "save_last": save_last}
-    run = AsyncSaveSpec(str(tmp_path), gated=True, epochs=2, checkpoint=options)
+    run = async_case(tmp_path, gated=True, epochs=2, checkpoint=options)
     for remaining, error in pools.run(2, partial(fail_the_second, run)):
         assert "the disk is broken" in error
         assert remaining == with_other("step=2.ckpt", save_last)
 
 
-def perform(action: str, trainer: pl.Trainer, run: AsyncSaveSpec) -> None:
+def perform(action: str, trainer: pl.Trainer, run: FitCase) -> None:
     """Perform an action that must wait for a save."""
     if action == "save":
-        run.saves("b")(trainer)
+        save_to(run, "b")(trainer)
     elif action == "load":
         trainer.strategy.load_checkpoint(run.path("a"))
     elif action == "hpc":
-        run.saves("hpc_ckpt_1")(trainer)
+        save_to(run, "hpc_ckpt_1")(trainer)
         assert is_published(run.path("hpc_ckpt_1"))
     elif action == "SIGTERM":
         os.kill(os.getpid(), signal.SIGTERM)
@@ -239,21 +241,21 @@ ENDS = {
 """Exceptions with which Lightning ends the run."""
 
 
-def save_then(run: AsyncSaveSpec, action: str) -> dict[str, Any]:
+def save_then(run: FitCase, action: str) -> dict[str, Any]:
     """Save with a writer paused for a second, and perform an action that must wait."""
     seen: dict[str, Any] = {}
 
     def act(trainer: pl.Trainer) -> None:
-        run.saves("a")(trainer)
+        save_to(run, "a")(trainer)
         seen["before"] = is_published(run.path("a"))
         trainer.strategy.barrier()
-        open_later(run.gate, 1.0)
+        open_later(gate_of(run), 1.0)
         perform(action, trainer, run)
         seen["after"] = is_published(run.path("a"))
 
     handler = signal.getsignal(signal.SIGINT)
     try:
-        actor = run.fit({3: act}, raises=ENDS.get(action, ()))
+        actor = fit_with(run, {3: act}, raises=ENDS.get(action, ()))
     finally:
         signal.signal(signal.SIGINT, handler)
     return {**seen, "errors": actor.errors, "end": is_published(run.path("a"))}
@@ -264,7 +266,7 @@ def save_then(run: AsyncSaveSpec, action: str) -> dict[str, Any]:
 def test_saves_loads_and_requeueing_wait_for_the_save_in_flight(
     action: str, pools: Pools, tmp_path: Path
 ) -> None:
-    for seen in pools.run(2, partial(save_then, AsyncSaveSpec(str(tmp_path), gated=True), action)):
+    for seen in pools.run(2, partial(save_then, async_case(tmp_path, gated=True), action)):
         assert not seen["errors"]
         assert not seen["before"]
         assert seen["after"]
@@ -275,7 +277,7 @@ def test_saves_loads_and_requeueing_wait_for_the_save_in_flight(
 def test_an_interrupted_run_publishes_its_save_in_flight(
     event: str, pools: Pools, tmp_path: Path
 ) -> None:
-    for seen in pools.run(2, partial(save_then, AsyncSaveSpec(str(tmp_path), gated=True), event)):
+    for seen in pools.run(2, partial(save_then, async_case(tmp_path, gated=True), event)):
         assert not seen["before"]
         assert seen["end"]
     assert not list(tmp_path.glob(".zero-*"))
@@ -284,7 +286,7 @@ def test_an_interrupted_run_publishes_its_save_in_flight(
 @pytest.mark.long
 def test_save_on_exception_waits_for_the_save_in_flight(pools: Pools, tmp_path: Path) -> None:
     options = {"save_on_exception": True, "filename": "{step}", "every_n_epochs": 9}
-    run = AsyncSaveSpec(str(tmp_path), gated=True, checkpoint=options)
+    run = async_case(tmp_path, gated=True, checkpoint=options)
     for seen in pools.run(2, partial(save_then, run, "exception")):
         assert seen["end"]
     assert kept(run)["step=3.ckpt"] == "step=3.ckpt"
@@ -293,15 +295,15 @@ def test_save_on_exception_waits_for_the_save_in_flight(pools: Pools, tmp_path: 
     assert first < second
 
 
-def save_after(run: AsyncSaveSpec) -> bool:
-    run.saves("a")(run.fit().trainer)
+def save_after(run: FitCase) -> bool:
+    save_to(run, "a")(fit_with(run).trainer)
     return is_published(run.path("a"))
 
 
 def test_a_save_after_the_fit_is_published_when_the_call_returns(
     pools: Pools, tmp_path: Path
 ) -> None:
-    assert all(pools.run(2, partial(save_after, AsyncSaveSpec(str(tmp_path), epochs=1))))
+    assert all(pools.run(2, partial(save_after, async_case(tmp_path, epochs=1))))
 
 
 class FailsFrom(StepActor):
@@ -313,13 +315,12 @@ class FailsFrom(StepActor):
             self.gate.fails_on = 1
 
 
-def fail_in_the_third_epoch(run: AsyncSaveSpec, options: dict[str, Any]) -> dict[str, Any]:
+def fail_in_the_third_epoch(run: FitCase) -> dict[str, Any]:
     """Save at the end of each epoch; return the callback's paths at the end."""
-    run.gate.touch()
-    trainer, net, data, actor = run.make()
-    saves = ModelCheckpoint(dirpath=f"{run.root}/kept", filename="{step}", **options)
-    trainer.callbacks = [FailsFrom(actor.gate, {}), saves]  # type: ignore[attr-defined]
-    error = error_text(lambda: trainer.fit(net, data))
+    gate_of(run).touch()
+    trainer, net, data, _ = run.make()
+    error = error_text(lambda: trainer.fit(net, **data))
+    saves: Any = trainer.checkpoint_callback
     names = {"best": saves.best_model_path, "last": saves.last_model_path}
     ranked = {Path(path).name: float(score) for path, score in saves.best_k_models.items()}
     best = saves.best_model_score
@@ -339,8 +340,10 @@ def fail_in_the_third_epoch(run: AsyncSaveSpec, options: dict[str, Any]) -> dict
 def test_model_checkpoint_does_not_name_a_failed_save(
     options: dict[str, Any], best: str, pools: Pools, tmp_path: Path
 ) -> None:
-    run = AsyncSaveSpec(str(tmp_path), gated=True, epochs=4)
-    for seen in pools.run(2, partial(fail_in_the_third_epoch, run, options)):
+    options = {"filename": "{step}", "enable_version_counter": True, **options}
+    run = async_case(tmp_path, epochs=4, checkpoint=options)
+    run = replace(run, watch=partial(FailsFrom, gated=True))
+    for seen in pools.run(2, partial(fail_in_the_third_epoch, run)):
         assert "the disk is broken" in seen["error"]
         names = seen["names"]
         assert Path(names["best"]).name == best

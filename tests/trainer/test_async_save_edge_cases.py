@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -23,23 +23,25 @@ from lightning_elastic_zero.errors import ElasticZeroError
 from lightning_elastic_zero.storage import disk_checkpoints
 from lightning_elastic_zero.storage.file_write import write_durably
 from tests.support.checkpoints import files_of
-from tests.support.fits import RegressionNet
+from tests.support.fits import FitCase, RegressionNet, elastic_strategy_of
 from tests.support.processes import PROMPT_TIMEOUT_S
 from tests.support.ranks import Pools
 from tests.trainer._async_save import (
     HELD_S,
     OTHER,
-    AsyncSaveSpec,
     Gate,
     StepActions,
     actor_of,
-    elastic_strategy_of,
+    async_case,
+    fit_with,
+    gate_of,
     in_background,
     is_published,
     kept,
     open_later,
     publish_held,
     save_other,
+    save_to,
     shorten_drain_timeout,
     step_of,
     wait_for_writers,
@@ -67,8 +69,8 @@ class Clipping(RegressionNet):
 class ByHand(RegressionNet):
     """Calls DeepSpeed's engine directly, with manual optimization."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.automatic_optimization = False
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
@@ -84,15 +86,15 @@ class ByHand(RegressionNet):
 class SaveOnce(Callback):
     """Saves at the second call, with a writer that is paused for a second."""
 
-    def __init__(self, run: AsyncSaveSpec) -> None:
+    def __init__(self, run: FitCase) -> None:
         self.run, self.times = run, 0
 
     def act(self, trainer: pl.Trainer) -> None:
         self.times += 1
         if self.times != 2:
             return
-        open_later(self.run.gate, 1.0)
-        self.run.saves("a")(trainer)
+        open_later(gate_of(self.run), 1.0)
+        save_to(self.run, "a")(trainer)
 
 
 class BeforeStep(SaveOnce):
@@ -109,9 +111,6 @@ class AfterBatch(SaveOnce):
 
 class Muon(RegressionNet):
     """Trains its matrices with Muon, whose momentum DeepSpeed changes before the step."""
-
-    strategy: ClassVar[dict[str, Any]] = {"reduce_scatter": False}
-    """Muon needs full gradients."""
 
     def configure_optimizers(self) -> Any:
         from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
@@ -142,11 +141,11 @@ SAVES_IN_S = 60.0
 """A fit that takes longer hangs."""
 
 
-def save_at(run: AsyncSaveSpec, saver: type[SaveOnce]) -> None:
+def save_at(run: FitCase, saver: type[SaveOnce]) -> None:
     """Save once at a point of the loop."""
     # Compiling Muon would take a minute per process.
     with torch.compiler.set_stance("force_eager"):
-        assert not run.fit({}, saver(run)).errors
+        assert not fit_with(run, {}, saver(run)).errors
 
 
 @pytest.mark.parametrize(
@@ -156,11 +155,12 @@ def save_at(run: AsyncSaveSpec, saver: type[SaveOnce]) -> None:
 def test_no_step_tears_a_snapshot(point: str, stage: int, pools: Pools, tmp_path: Path) -> None:
     """A step soon after the save does not change the saved state."""
     net, saver, _ = SAVE_POINTS[point]
+    options = {"reduce_scatter": False} if net is Muon else {}  # It needs full gradients.
+    made = partial(async_case, stage=stage, gated=True, net=net.of, strategy=options)
     found = {}
     for name in ("blocking", "background"):
         is_async = name == "background"
-        run = AsyncSaveSpec(str(tmp_path / name), stage, async_save=is_async, gated=True)
-        run.net = net
+        run = made(tmp_path / name, async_save=is_async)
         pools.run(2, partial(save_at, run, saver), SAVES_IN_S)
         found[name] = files_of(run.path("a"))
     assert found["background"].keys() == found["blocking"].keys()
@@ -171,13 +171,13 @@ def test_no_step_tears_a_snapshot(point: str, stage: int, pools: Pools, tmp_path
 # -- abandoned saves -------------------------------------------------------------------------------
 
 
-def abandon_the_second(run: AsyncSaveSpec) -> list[dict[str, str]]:
+def abandon_the_second(run: FitCase) -> list[dict[str, str]]:
     """Raise during ModelCheckpoint's second save; list the entries then and later."""
 
     def first(trainer: pl.Trainer) -> None:
         publish_held(run, trainer)
         trainer.strategy.barrier()
-        run.gate.unlink(missing_ok=True)
+        gate_of(run).unlink(missing_ok=True)
 
     def second(trainer: pl.Trainer) -> None:
         trainer.strategy.barrier()
@@ -186,20 +186,18 @@ def abandon_the_second(run: AsyncSaveSpec) -> list[dict[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         shorten_drain_timeout(patch, 0.5, 0.5)
         actions: StepActions = {1: partial(save_other, run), 3: first, 5: second}
-        run.fit(actions, raises=(ZeroDivisionError,))
+        fit_with(run, actions, raises=(ZeroDivisionError,))
         comm.barrier()
         seen = [kept(run)]
         comm.barrier()
-        run.gate.touch()
+        gate_of(run).touch()
         wait_for_writers()
     return [*seen, kept(run)]
 
 
 @pytest.mark.long
 def test_an_abandoned_save_deletes_nothing(pools: Pools, tmp_path: Path) -> None:
-    run = AsyncSaveSpec(
-        str(tmp_path), gated=True, checkpoint={"save_top_k": 1, "filename": "{step}"}
-    )
+    run = async_case(tmp_path, gated=True, checkpoint={"save_top_k": 1, "filename": "{step}"})
     remaining = OTHER | {"step=2.ckpt": "step=2.ckpt"}
     for seen in pools.run(2, partial(abandon_the_second, run), FAILS_IN_S):
         assert seen == [remaining, remaining]
@@ -221,13 +219,13 @@ class HeldManifest:
         patch.setattr(disk_checkpoints, "write_durably", write)
 
 
-def save_over(first: AsyncSaveSpec, second: AsyncSaveSpec, *, free_first: bool) -> dict[str, Any]:
+def save_over(first: FitCase, second: FitCase, *, free_first: bool) -> dict[str, Any]:
     """Abandon a save just before its publication, and save to its path in another fit."""
     target, manifest = first.path("last"), HeldManifest()
     seen: dict[str, Any] = {}
 
     def save_and_end(trainer: pl.Trainer) -> None:
-        first.saves("last")(trainer)
+        save_to(first, "last")(trainer)
         raise ZeroDivisionError
 
     def free(when: str) -> None:
@@ -239,13 +237,13 @@ def save_over(first: AsyncSaveSpec, second: AsyncSaveSpec, *, free_first: bool) 
     with pytest.MonkeyPatch.context() as patch:
         shorten_drain_timeout(patch, 0.5, 0.5)
         manifest.patch(patch)
-        first.fit({2: save_and_end}, raises=(ZeroDivisionError,))
+        fit_with(first, {2: save_and_end}, raises=(ZeroDivisionError,))
         assert manifest.held == (comm.get_rank() == 0)
         seen["abandoned"] = is_published(target)
         comm.barrier()
         if free_first:
             free("freed")
-        errors = second.fit({4: second.saves("last")}).errors
+        errors = fit_with(second, {4: save_to(second, "last")}).errors
         seen["saved"] = step_of(target)
         comm.barrier()
         free("end")
@@ -258,8 +256,8 @@ def test_an_abandoned_save_is_never_published(
     async_save: bool, free_first: bool, pools: Pools, tmp_path: Path
 ) -> None:
     first, second = (
-        AsyncSaveSpec(str(tmp_path)),
-        AsyncSaveSpec(str(tmp_path), async_save=async_save),
+        async_case(tmp_path),
+        async_case(tmp_path, async_save=async_save),
     )
     call = partial(save_over, first, second, free_first=free_first)
     for seen in pools.run(2, call, FAILS_IN_S):
@@ -271,7 +269,7 @@ def test_an_abandoned_save_is_never_published(
     assert not list(tmp_path.glob(".zero-*"))
 
 
-def fail_with_a_save_held(run: AsyncSaveSpec) -> int:
+def fail_with_a_save_held(run: FitCase) -> int:
     """Raise while the writer is paused permanently; count the timeouts spent on it."""
     patience_s, spent, wait = 3.125, list[float](), threading.Event.wait
 
@@ -282,16 +280,16 @@ def fail_with_a_save_held(run: AsyncSaveSpec) -> int:
         return is_set
 
     def act(trainer: pl.Trainer) -> None:
-        run.saves("a")(trainer)
+        save_to(run, "a")(trainer)
         trainer.strategy.barrier()
         raise ZeroDivisionError
 
     with pytest.MonkeyPatch.context() as patch:
         shorten_drain_timeout(patch, patience_s, 1.0)
         patch.setattr(threading.Event, "wait", counted)
-        run.fit({3: act}, raises=(ZeroDivisionError,))
+        fit_with(run, {3: act}, raises=(ZeroDivisionError,))
         comm.barrier()
-        run.gate.touch()
+        gate_of(run).touch()
         wait_for_writers()
     return len(spent)
 
@@ -299,7 +297,7 @@ def fail_with_a_save_held(run: AsyncSaveSpec) -> int:
 @pytest.mark.long
 def test_only_one_timeout_is_spent_on_a_hanging_save(pools: Pools, tmp_path: Path) -> None:
     options = {"save_on_exception": True, "filename": "{step}", "every_n_epochs": 9}
-    run = AsyncSaveSpec(str(tmp_path), gated=True, checkpoint=options)
+    run = async_case(tmp_path, gated=True, checkpoint=options)
     assert pools.run(2, partial(fail_with_a_save_held, run), FAILS_IN_S) == [1, 1]
     assert kept(run) == {"step=3.ckpt": "step=3.ckpt"}
     assert not is_published(tmp_path / "a.ckpt")
@@ -308,7 +306,7 @@ def test_only_one_timeout_is_spent_on_a_hanging_save(pools: Pools, tmp_path: Pat
 # -- saves before SLURM's requeueing ---------------------------------------------------------------
 
 
-def requeue_in_a_wait(run: AsyncSaveSpec, wait: str) -> dict[str, Any]:
+def requeue_in_a_wait(run: FitCase, wait: str) -> dict[str, Any]:
     """Send a signal while training waits for the previous save; save in its handler."""
     requeued = run.path("hpc_ckpt_1")
     seen: dict[str, Any] = {}
@@ -320,18 +318,18 @@ def requeue_in_a_wait(run: AsyncSaveSpec, wait: str) -> dict[str, Any]:
             seen["requeued"] = is_published(requeued)
 
         signal.signal(signal.SIGUSR2, handle)
-        run.saves("a")(trainer)
+        save_to(run, "a")(trainer)
         trainer.strategy.barrier()
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR2)).start()
-        open_later(run.gate, 1.5)
+        open_later(gate_of(run), 1.5)
         if wait == "save":
-            run.saves("b")(trainer)
+            save_to(run, "b")(trainer)
         else:
             elastic_strategy_of(trainer).wait_for_save()
 
     before = signal.getsignal(signal.SIGUSR2)
     try:
-        return {"errors": run.fit({3: act}).errors, **seen}
+        return {"errors": fit_with(run, {3: act}).errors, **seen}
     finally:
         signal.signal(signal.SIGUSR2, before)
 
@@ -341,7 +339,7 @@ def requeue_in_a_wait(run: AsyncSaveSpec, wait: str) -> dict[str, Any]:
 def test_requeueing_during_a_wait_for_a_save_publishes_both_saves(
     wait: str, pools: Pools, tmp_path: Path
 ) -> None:
-    run = AsyncSaveSpec(str(tmp_path), gated=True)
+    run = async_case(tmp_path, gated=True)
     for seen in pools.run(2, partial(requeue_in_a_wait, run, wait), FAILS_IN_S):
         assert seen == {"held": True, "requeued": True, "errors": {}}
     expected = {"a.ckpt", "hpc_ckpt_1.ckpt"} | ({"b.ckpt"} if wait == "save" else set())
@@ -349,31 +347,31 @@ def test_requeueing_during_a_wait_for_a_save_publishes_both_saves(
     assert not list(tmp_path.glob(".zero-*"))
 
 
-def requeue_after_a_failure(run: AsyncSaveSpec, *, failed: bool) -> list[bool]:
+def requeue_after_a_failure(run: FitCase, *, failed: bool) -> list[bool]:
     """Save for requeueing after a background save has failed, or just before it fails."""
     published: list[bool] = []
 
     def act(trainer: pl.Trainer) -> None:
-        run.saves("a")(trainer)
+        save_to(run, "a")(trainer)
         actor_of(trainer).gate = None
         trainer.strategy.barrier()
-        open_later(run.gate, 0.5)
+        open_later(gate_of(run), 0.5)
         writer = elastic_strategy_of(trainer).checkpoint_manager._writer
         assert writer is not None
         while failed and writer.busy:
             time.sleep(0.01)
-        run.saves("hpc_ckpt_1")(trainer)
+        save_to(run, "hpc_ckpt_1")(trainer)
         published.append(is_published(run.path("hpc_ckpt_1")))
 
     with suppress(ElasticZeroError):
-        run.fit({3: act})
+        fit_with(run, {3: act})
     return published
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("failed", [True, False])
 def test_requeueing_saves_after_a_failed_save(failed: bool, pools: Pools, tmp_path: Path) -> None:
-    run = AsyncSaveSpec(str(tmp_path), gated=True, fails_on=1)
+    run = async_case(tmp_path, gated=True, fails_on=1)
     call = partial(requeue_after_a_failure, run, failed=failed)
     assert pools.run(2, call, FAILS_IN_S) == [[True], [True]]
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
@@ -398,21 +396,21 @@ class UnrestorableState(Callback):
         return {"last_error": self.error}
 
 
-def save_unrestorable_state(run: AsyncSaveSpec) -> dict[int, str]:
+def save_unrestorable_state(run: FitCase) -> dict[int, str]:
     callback = UnrestorableState()
 
     def save_without_it(trainer: pl.Trainer) -> None:
         callback.error = None
-        run.saves("b")(trainer)
+        save_to(run, "b")(trainer)
 
-    return run.fit({2: run.saves("a"), 4: save_without_it}, callback).errors
+    return fit_with(run, {2: save_to(run, "a"), 4: save_without_it}, callback).errors
 
 
 @pytest.mark.long
 def test_state_that_cannot_be_unpickled_is_refused_with_its_keys(
     pools: Pools, tmp_path: Path
 ) -> None:
-    run = AsyncSaveSpec(str(tmp_path))
+    run = async_case(tmp_path)
     for errors in pools.run(2, partial(save_unrestorable_state, run), FAILS_IN_S):
         assert list(errors) == [2]
         assert "callbacks" in errors[2]
@@ -422,7 +420,7 @@ def test_state_that_cannot_be_unpickled_is_refused_with_its_keys(
     assert not list(tmp_path.glob(".zero-*"))
 
 
-def save_without_memory(run: AsyncSaveSpec) -> dict[int, str]:
+def save_without_memory(run: FitCase) -> dict[int, str]:
     """Save while rank 1 cannot allocate memory, and save again when it can."""
 
     def refuse(*_: object, **__: object) -> mmap.mmap:
@@ -432,15 +430,13 @@ def save_without_memory(run: AsyncSaveSpec) -> dict[int, str]:
         with pytest.MonkeyPatch.context() as patch:
             if comm.get_rank() == 1:
                 patch.setattr(mmap, "mmap", refuse)
-            run.saves("a")(trainer)
+            save_to(run, "a")(trainer)
 
-    return run.fit({2: save_and_fail, 4: run.saves("b")}).errors
+    return fit_with(run, {2: save_and_fail, 4: save_to(run, "b")}).errors
 
 
 def test_a_rank_without_memory_is_named_on_all_ranks(pools: Pools, tmp_path: Path) -> None:
-    for errors in pools.run(
-        2, partial(save_without_memory, AsyncSaveSpec(str(tmp_path))), FAILS_IN_S
-    ):
+    for errors in pools.run(2, partial(save_without_memory, async_case(tmp_path)), FAILS_IN_S):
         assert list(errors) == [2]
         assert errors[2].startswith("SaveError")
         for text in ("rank 1", "async_save"):
@@ -478,14 +474,13 @@ CALLBACKS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def best_of(run: AsyncSaveSpec, callbacks: str) -> dict[str, bool]:
+def best_of(run: FitCase, callbacks: str) -> dict[str, bool]:
     """Train with slow writers; return whether each callback's best checkpoint is published."""
     folder = Path(run.root) / "kept"
     added = [ModelCheckpoint(dirpath=folder, **options) for options in CALLBACKS[callbacks]]
-    trainer, net, data, actor = run.make()
-    actor.gate = Slow(str(run.gate))
-    trainer.callbacks.extend(added)  # type: ignore[attr-defined]
-    trainer.fit(net, data)
+    trainer, net, data, actor = run.make(*added)
+    actor.gate = Slow(str(gate_of(run)))
+    trainer.fit(net, **data)
     best = [Path(callback.best_model_path) for callback in added]
     return {path.name: is_published(path) for path in best}
 
@@ -498,7 +493,7 @@ def test_background_saves_have_the_names_of_blocking_saves(
     found = {}
     for name in ("blocking", "background"):
         is_async = name == "background"
-        run = AsyncSaveSpec(str(tmp_path / name), async_save=is_async, net=StepLoggingNet)
+        run = async_case(tmp_path / name, async_save=is_async, net=StepLoggingNet.of)
         best = pools.run(2, partial(best_of, run, callbacks), FAILS_IN_S)
         found[name] = ({file: step_of(Path(run.root) / "kept" / file) for file in kept(run)}, best)
     assert found["background"] == found["blocking"]

@@ -3,80 +3,73 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from typing_extensions import override
 
 from lightning_elastic_zero.trainer.monitor import CheckpointMonitor
-from tests.support.fits import Data, RegressionNet, elastic, quiet_trainer
+from tests.support.fits import FitCase, Watch, fit
 from tests.support.ranks import Pools
 
+LOGGERS: dict[str, Any] = {"tensorboard": TensorBoardLogger, "csv": CSVLogger}
 
-@dataclass(frozen=True)
-class MonitoredFit:
-    """A fit that saves after each step, with loggers."""
 
-    root: str
-    loggers: tuple[str, ...] = ("tensorboard",)
-    epochs: int = 2
-    fails_at: int | None = None
-    async_save: bool = False
-    ckpt_path: str | None = None
+class SizeRecorder(Watch):
+    """Fails before a step; its result is the size of each remaining checkpoint in bytes."""
 
-    def _loggers(self) -> list[Any]:
-        kinds = {"tensorboard": TensorBoardLogger, "csv": CSVLogger}
-        return [kinds[name](self.root, name=name, version="v") for name in self.loggers]
+    def __init__(self, fails_at: int | None, case: FitCase) -> None:
+        super().__init__(case)
+        self.fails_at = fails_at
 
-    def run(self) -> dict[str, int]:
-        """Fit; return the size in bytes of each remaining checkpoint, by name."""
-        saves = ModelCheckpoint(
-            self.root, save_top_k=-1, every_n_train_steps=1, filename="{step}", save_last=False
-        )
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.fails_at:
+            raise ArithmeticError
 
-        def fail(trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == self.fails_at:
-                raise ArithmeticError
-
-        trainer = quiet_trainer(
-            elastic(async_save=self.async_save),
-            CheckpointMonitor(),
-            LambdaCallback(on_train_batch_start=fail),
-            saves,
-            max_epochs=self.epochs,
-            logger=self._loggers() or False,
-            log_every_n_steps=1,
-        )
-        torch.manual_seed(0)
-        try:
-            trainer.fit(RegressionNet(), Data(), ckpt_path=self.ckpt_path)
-        except ArithmeticError:
-            assert self.fails_at is not None
+    @override
+    def seen(self, *_: Any) -> dict[str, int]:
         return {
             path.name: sum(f.stat().st_size for f in path.rglob("*.pt"))
-            for path in sorted(Path(self.root).glob("*.ckpt"))
+            for path in sorted(Path(self.of.root).glob("*.ckpt"))
         }
 
-    def _events(self) -> EventAccumulator:
-        events = EventAccumulator(str(Path(self.root, "tensorboard", "v")))
-        events.Reload()
-        return events
 
-    def scalars(self) -> dict[str, dict[int, float]]:
-        """Return TensorBoard's values by tag and step."""
-        events = self._events()
-        return {
-            tag: {event.step: event.value for event in events.Scalars(tag)}
-            for tag in events.Tags()["scalars"]
-            if tag.startswith("checkpoint/")
-        }
+def monitored(root: Path, *, fails_at: int | None = None, **changes: Any) -> FitCase:
+    """Return a fit that saves after each step."""
+    saves = {"save_top_k": -1, "every_n_train_steps": 1, "filename": "{step}", "save_last": False}
+    watch = partial(SizeRecorder, fails_at)
+    fields = {"epochs": 2, "checkpoint": saves, "callbacks": (CheckpointMonitor,), "watch": watch}
+    return FitCase(str(root), **{**fields, **changes})
+
+
+def fit_with_loggers(case: FitCase, *names: str) -> dict[str, int]:
+    """Fit; return the size of each checkpoint, by name."""
+    loggers = [LOGGERS[name](case.root, name=name, version="v") for name in names]
+    case = replace(case, trainer={"logger": loggers or False, "log_every_n_steps": 1})
+    try:
+        sizes: dict[str, int] = fit(case)
+    except ArithmeticError:
+        sizes = case.watch(case).seen()
+    return sizes
+
+
+def scalars(root: Path) -> dict[str, dict[int, float]]:
+    """Return TensorBoard's values by tag and step."""
+    events = EventAccumulator(str(root / "tensorboard" / "v"))
+    events.Reload()
+    return {
+        tag: {event.step: event.value for event in events.Scalars(tag)}
+        for tag in events.Tags()["scalars"]
+        if tag.startswith("checkpoint/")
+    }
 
 
 OF_A_SAVE = {"stall_s", "s", "write_s", "publish_s", "bytes", "gb_per_s"}
@@ -94,9 +87,9 @@ def tags(kind: str, names: set[str]) -> set[str]:
 def test_each_save_is_logged_once_at_its_step(
     background: bool, pools: Pools, tmp_path: Path
 ) -> None:
-    run = MonitoredFit(str(tmp_path), ("tensorboard", "csv"), async_save=background)
-    sizes, _ = pools.run(2, run.run)
-    found = run.scalars()
+    case = monitored(tmp_path, strategy={"async_save": background})
+    sizes, _ = pools.run(2, partial(fit_with_loggers, case, *LOGGERS))
+    found = scalars(tmp_path)
     assert set(found) == {*tags("save", OF_A_SAVE), MEMORY}
     on_disk = {int(name.removesuffix(".ckpt").split("=")[1]): n for name, n in sizes.items()}
     assert len(on_disk) == 4
@@ -117,12 +110,13 @@ def test_each_save_is_logged_once_at_its_step(
 @pytest.mark.long
 @pytest.mark.engine
 def test_a_load_is_logged_at_the_restored_step(pools: Pools, tmp_path: Path) -> None:
-    first = MonitoredFit(str(tmp_path / "a"), (), epochs=1)
-    sizes, _ = pools.run(2, first.run)  # Without loggers, the monitor does nothing.
+    first = monitored(tmp_path / "a", epochs=1)
+    # Without loggers, the monitor does nothing.
+    sizes, _ = pools.run(2, partial(fit_with_loggers, first))
     (path,) = (tmp_path / "a").glob("step=2*.ckpt")
-    second = MonitoredFit(str(tmp_path / "b"), ckpt_path=str(path))
-    pools.run(1, second.run)
-    found = second.scalars()
+    second = monitored(tmp_path / "b", ckpt_path=str(path))
+    pools.run(1, partial(fit_with_loggers, second, "tensorboard"))
+    found = scalars(tmp_path / "b")
     assert set(found) == {*tags("save", OF_A_SAVE), *tags("load", OF_A_LOAD), MEMORY}
     ((step, read),) = found["checkpoint/load_bytes"].items()
     assert step == 2
@@ -133,10 +127,10 @@ def test_a_load_is_logged_at_the_restored_step(pools: Pools, tmp_path: Path) -> 
 @pytest.mark.long
 @pytest.mark.engine
 def test_a_failed_run_has_logged_its_published_saves(pools: Pools, tmp_path: Path) -> None:
-    run = MonitoredFit(str(tmp_path), fails_at=2)
-    sizes, _ = pools.run(2, run.run)
+    case = monitored(tmp_path, fails_at=2)
+    sizes, _ = pools.run(2, partial(fit_with_loggers, case, "tensorboard"))
     assert [name.split("=")[-1] for name in sizes] == ["1.ckpt", "2.ckpt"]
-    assert set(run.scalars()["checkpoint/save_bytes"]) == {1, 2}
+    assert set(scalars(tmp_path)["checkpoint/save_bytes"]) == {1, 2}
 
 
 def test_with_another_strategy_the_monitor_warns_that_it_logs_nothing(tmp_path: Path) -> None:

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.fits import FitCase
+from tests.support.fits import FitCase, fit, fits
 from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import (
     RunRecord,
     assert_continued,
-    fit,
-    fits,
     from_step,
     record,
     recorded,

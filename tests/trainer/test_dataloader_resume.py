@@ -12,14 +12,12 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from typing_extensions import override
 
-from tests.support.fits import FitCase
+from tests.support.fits import FitCase, error_of, fit
 from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import (
     RunRecord,
     assert_continued,
     assert_refused,
-    error_of,
-    fit,
     fit_stock,
     from_step,
     record,

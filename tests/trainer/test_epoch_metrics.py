@@ -12,27 +12,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from deepspeed import comm
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.trainer.connectors.logger_connector import result as running
-from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.wrappers import MinMaxMetric
 from typing_extensions import override
 
 from lightning_elastic_zero.trainer.metrics import _own_value
-from tests.support.fits import FitCase
-from tests.support.outcome import captured_warnings
+from tests.support.fits import Fit, FitCase, fit, fits
 from tests.support.ranks import Pools
-from tests.trainer._recorded_data import IndexedSamples
-from tests.trainer._recorded_runs import (
-    EventRecorder,
-    RecordingNet,
-    from_step,
-    loaders_of,
-    recorded,
-    trainer_of,
-)
+from tests.trainer._recorded_runs import EventRecorder, RecordingNet, from_step, recorded
 
 CLASSES = 3
 
@@ -54,9 +43,9 @@ class LoggedValues:
 class MetricsNet(RecordingNet):
     """A net that logs values with all kinds of reductions and metrics."""
 
-    def __init__(self, run: FitCase, extra: str = "") -> None:
+    def __init__(self, run: FitCase, *, logs_to_bar: bool = False) -> None:
         super().__init__(run)
-        self.extra = extra
+        self.logs_to_bar = logs_to_bar
         self.mean_metric = torchmetrics.MeanMetric()
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
         both = [MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)]
@@ -75,7 +64,7 @@ class MetricsNet(RecordingNet):
         with torch.no_grad():
             each = self.loss(x)
         self.log("forked", each.mean(), on_step=True, on_epoch=True, sync_dist=True)
-        self.log("mine", each.mean(), on_step=False, on_epoch=True, prog_bar="bar" in self.extra)
+        self.log("mine", each.mean(), on_step=False, on_epoch=True, prog_bar=self.logs_to_bar)
         self.log("most", each.max(), on_epoch=True, reduce_fx="max", sync_dist=True)
         self.log("least", each.min(), on_epoch=True, reduce_fx=torch.min, sync_dist=True)
         self.log("sum", each.sum(), on_epoch=True, reduce_fx="sum", sync_dist=True)
@@ -133,49 +122,38 @@ class MetricsNet(RecordingNet):
         }
 
 
-def recorder_of(values: LoggedValues) -> Callback:
-    """Return a callback that records the values of an epoch when the next one starts."""
+class ValueRecorder(EventRecorder):
+    """Records the values of an epoch when the next one starts; its result is ``LoggedValues``."""
 
-    def record(trainer: pl.Trainer, moment: str) -> None:
+    def __init__(self, run: FitCase) -> None:
+        super().__init__(run)
+        self.values = LoggedValues()
+
+    def _record(self, trainer: pl.Trainer, moment: str) -> None:
         for values_of_kind, live in (
-            (values.epochs, trainer.callback_metrics),
-            (values.logged, trainer.logged_metrics),
+            (self.values.epochs, trainer.callback_metrics),
+            (self.values.logged, trainer.logged_metrics),
         ):
             values_of_kind[moment] = {name: float(value) for name, value in live.items()}
 
-    return LambdaCallback(
-        on_train_epoch_start=lambda trainer, _: record(trainer, str(trainer.current_epoch)),
-        on_train_end=lambda trainer, _: record(trainer, "end"),
-    )
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self._record(trainer, str(trainer.current_epoch))
 
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self._record(trainer, "end")
 
-def values_of(run: FitCase, extra: str = "") -> LoggedValues:
-    """Fit; return the values of this rank.
-
-    Args:
-        run: the fit.
-        extra: ``"bar"`` logs to the progress bar.
-    """
-    pl.seed_everything(run.seed, workers=True, verbose=False)
-    torch.manual_seed(run.seed + comm.get_rank())
-    net, values = MetricsNet(run, extra), LoggedValues()
-    checkpoints = ModelCheckpoint(run.root, monitor="sum", save_on_train_epoch_end=True)
-    stopping = EarlyStopping(
-        "object_epoch", patience=1, min_delta=0.7, check_on_train_epoch_end=True
-    )
-    more = [*(make() for make in run.callbacks), EventRecorder(run), recorder_of(values)]
-    trainer = trainer_of(run, [*more, stopping, checkpoints])
-    val = DataLoader(IndexedSamples(8, 0.0), batch_size=2) if run.validate else None
-    with captured_warnings() as values.warned:
-        trainer.fit(net, loaders_of(run), val, ckpt_path=run.ckpt_path)
-    values.rates = net.rates
-    values.stopped = stopping.stopped_epoch
-    values.best = float(checkpoints.best_model_score or 0.0)
-    return values
-
-
-def all_values(runs: list[FitCase], extra: str = "") -> list[LoggedValues]:
-    return [values_of(run, extra) for run in runs]
+    @override
+    def seen(self, made: Fit, messages: list[str]) -> Any:
+        trainer: Any = made.trainer
+        best = trainer.checkpoint_callback.best_model_score
+        stopped, rates = trainer.early_stopping_callback.stopped_epoch, made.net.rates
+        return replace(
+            self.values, rates=rates, stopped=stopped, best=float(best or 0.0), warned=messages
+        )
 
 
 pytestmark = pytest.mark.engine
@@ -205,9 +183,22 @@ def saving(root: Path, **options: object) -> FitCase:
         batch_size=6,
         epochs=4,
         validate=True,
-        trainer={"val_check_interval": 0.5, "enable_checkpointing": True},
+        net=MetricsNet,
+        watch=ValueRecorder,
+        callbacks=(STOPPING,),
+        checkpoint={
+            "monitor": "sum",
+            "save_on_train_epoch_end": True,
+            "enable_version_counter": True,
+        },
+        trainer={"val_check_interval": 0.5},
     )
     return replace(run, **options)  # type: ignore[arg-type]
+
+
+STOPPING = partial(
+    EarlyStopping, "object_epoch", patience=1, min_delta=0.7, check_on_train_epoch_end=True
+)
 
 
 def resumed(run: FitCase) -> dict[str, FitCase]:
@@ -225,13 +216,13 @@ def test_epoch_values_and_decisions_are_those_of_an_uninterrupted_run(
 ) -> None:
     """On every rank and from every moment, bitwise."""
     run = saving(tmp_path, save=moments, strategy={"async_save": asynchronous})
-    reference = worlds.run(2, partial(values_of, run))
-    runs = resumed(run)
+    reference = worlds.run(2, partial(fit, run))
+    # The resumed runs may log the same value with other options.
+    runs = resumed(replace(run, net=partial(MetricsNet, logs_to_bar=True)))
     assert set(runs) == set(moments)
     assert len(set(reference[0].rates.values())) > 1
     assert reference[0].stopped
-    # The resumed runs may log the same value with other options.
-    ranks = worlds.run(2, partial(all_values, list(runs.values()), "bar"))
+    ranks = worlds.run(2, partial(fits, list(runs.values())))
     differing = {
         (rank, moment): found
         for rank, rank_values in enumerate(ranks)
@@ -282,15 +273,17 @@ class ReadsMetrics(Callback):
         *(pytest.param(m, marks=pytest.mark.long) for m in ("step 0.2", "step 0.5", "starting 1")),
     ],
 )
-@pytest.mark.parametrize(("saved_on", "world"), [(2, 1), (2, 3), (1, 2)])
+@pytest.mark.parametrize(
+    ("saved_on", "world"),
+    [(2, 1), *(pytest.param(*pair, marks=pytest.mark.long) for pair in ((2, 3), (1, 2)))],
+)
 def test_on_another_world_the_metrics_of_the_epoch_begin_again_with_one_warning(
     saved_on: int, world: int, moment: str, worlds: Pools, tmp_path: Path
 ) -> None:
     """Decisions at the end of the epoch, and later epochs, are equal from the end of an epoch."""
-    run = saving(tmp_path, save=(moment,), trainer={"enable_checkpointing": True})
-    run = replace(run, callbacks=(ReadsMetrics,))
-    reference = worlds.run(saved_on, partial(values_of, run))[0]
-    seen = worlds.run(world, partial(values_of, run.resumed(moment)))[0]
+    run = saving(tmp_path, save=(moment,), trainer={}, callbacks=(ReadsMetrics, STOPPING))
+    reference = worlds.run(saved_on, partial(fit, run))[0]
+    seen = worlds.run(world, partial(fit, run.resumed(moment)))[0]
     (warning,) = [text for text in seen.warned if BEGINS_AGAIN in text]
     of_epoch = moment.startswith("step")
     assert ("forked" in warning) == of_epoch
@@ -330,19 +323,20 @@ class CountingNet(RecordingNet):
         self.samples.reset()
 
 
-def samples_per_epoch(run: FitCase) -> list[float]:
-    net = CountingNet(run)
-    trainer_of(run, [EventRecorder(run)]).fit(net, loaders_of(run), ckpt_path=run.ckpt_path)
-    return net.samples_per_epoch
+class SamplesPerEpoch(EventRecorder):
+    @override
+    def seen(self, made: Fit, messages: list[str]) -> Any:
+        return made.net.samples_per_epoch
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_metrics_restart_with_their_epoch(world: int, worlds: Pools, tmp_path: Path) -> None:
     run = recorded(kind="iterable", length=60, batch_size=6, save=("step 1.3",), root=str(tmp_path))
-    assert worlds.run(2, partial(samples_per_epoch, run))[0] == [60, 60]
+    run = replace(run, net=CountingNet, watch=SamplesPerEpoch)
+    assert worlds.run(2, partial(fit, run))[0] == [60, 60]
     policy = {"on_unresumable_data": "restart_epoch"}
     again = run.resumed("step 1.3", batch_size=12 // world, strategy=policy)
-    assert worlds.run(world, partial(samples_per_epoch, again))[0] == [60]
+    assert worlds.run(world, partial(fit, again))[0] == [60]
 
 
 def test_one_rank_alone_computes_no_metric_that_consists_of_others() -> None:

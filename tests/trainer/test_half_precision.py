@@ -13,12 +13,11 @@ import pytest
 import torch
 from deepspeed import zero
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.engines import OVERFLOW, fp16_on_cpu
-from tests.support.fits import WIDTH, FitCase, RegressionNet, elastic, quiet_trainer
+from tests.support.fits import WIDTH, FitCase, RegressionNet, Watch, fit
 from tests.support.oracle import differences
 from tests.support.ranks import Pools
 
@@ -40,7 +39,17 @@ Held = dict[str, Any]
 
 
 def half(root: Path, precision: str, stage: int, **changes: Any) -> FitCase:
-    return FitCase(str(root), stage, trainer={"precision": precision}, **changes)
+    """Return a fit whose result is the state at the start of training and at its end."""
+    fixed = {"net": OverflowingNet, "data": samples_of, "watch": StateRecorder, "strategy": SCALER}
+    batch = None if changes.get("manual") else GLOBAL_BATCH
+    fields = {**fixed, "trainer": {"precision": precision}, "global_batch": batch, **changes}
+    return FitCase(str(root), stage, **fields)
+
+
+def samples_of(_: FitCase) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(STEPS_PER_EPOCH * GLOBAL_BATCH, WIDTH, generator=generator)
+    return {"train_dataloaders": DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)}
 
 
 class OverflowingNet(RegressionNet):
@@ -78,10 +87,11 @@ class OverflowingNet(RegressionNet):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-class StateRecorder(Callback):
+class StateRecorder(Watch):
     """Records the state when training starts and when it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, case: FitCase) -> None:
+        super().__init__(case)
         self.held: list[Held] = []
         self._trained: list[str] = []
 
@@ -93,6 +103,10 @@ class StateRecorder(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.held.append(state_of(trainer.model, self._trained, STATES))
+
+    def seen(self, *_: Any) -> tuple[Held, Held]:
+        start, end = self.held
+        return start, end
 
 
 def state_of(engine: Any, trained: Sequence[str], kinds: Sequence[str]) -> Held:
@@ -139,20 +153,9 @@ def _states_of(
                 yield from ((key, optimizer.optimizer.state[master][key]) for key in kinds[1:])
 
 
-def fit(plan: FitCase) -> tuple[Held, Held]:
-    """Fit; return the state at the start of training and at its end."""
-    recorder = StateRecorder()
-    saves = ModelCheckpoint(plan.root, save_last=True, enable_version_counter=False)
-    batch = None if plan.manual else GLOBAL_BATCH
-    strategy = elastic(stage=plan.stage, global_batch_size=batch, **SCALER)
-    options = {"max_epochs": plan.epochs, "max_steps": plan.max_steps, **plan.trainer}
-    trainer = quiet_trainer(strategy, recorder, saves, **options)
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(STEPS_PER_EPOCH * GLOBAL_BATCH, WIDTH, generator=generator)
-    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
+def half_precision_fit(case: FitCase) -> tuple[Held, Held]:
     with fp16_on_cpu():
-        trainer.fit((plan.net or OverflowingNet)(plan), data, ckpt_path=plan.ckpt_path)
-    start, end = recorder.held
+        start, end = fit(case)
     return start, end
 
 
@@ -208,7 +211,7 @@ def test_half_precision_state_is_restored_on_another_world(
     tmp_path: Path,
 ) -> None:
     first = half(tmp_path / "first", precision, stage)
-    ends = [end for _, end in worlds.run(ranks, partial(fit, first))]
+    ends = [end for _, end in worlds.run(ranks, partial(half_precision_fit, first))]
     saved = ends[0]
     assert saved["counter/skipped_steps"] == 1
     assert saved["scaler/last_overflow_iter"] == "1"
@@ -216,7 +219,7 @@ def test_half_precision_state_is_restored_on_another_world(
     assert all(saved[f"{key}/first.weight"].any() for key in STATES[1:])
     last = str(tmp_path / "first" / "last.ckpt")
     second = half(tmp_path / "second", other, target, epochs=2, ckpt_path=last, rate=0.9, seed=9)
-    for start, end in worlds.run(more, partial(fit, second)):
+    for start, end in worlds.run(more, partial(half_precision_fit, second)):
         wanted = wanted_of(saved, first, second, start)
         assert not differing(wanted, start)
         assert differing({k: v for k, v in wanted.items() if k.startswith("master")}, end)
@@ -231,13 +234,13 @@ def test_a_half_precision_run_continues_bit_for_bit(
 ) -> None:
     """Also overflows, skipped steps and changes of the loss scale."""
     first = half(tmp_path / "half", precision, stage)
-    worlds.run(2, partial(fit, first))
+    worlds.run(2, partial(half_precision_fit, first))
     last = str(tmp_path / "half" / "last.ckpt")
     again = replace(first, epochs=2, ckpt_path=last, seed=9, rate=0.9)
     reference = replace(first, root=str(tmp_path / "whole"), epochs=2)
-    resumed: list[Any] = worlds.run(2, partial(fit, again))
+    resumed: list[Any] = worlds.run(2, partial(half_precision_fit, again))
     for (_, uninterrupted), (_, end) in zip(
-        worlds.run(2, partial(fit, reference)), resumed, strict=True
+        worlds.run(2, partial(half_precision_fit, reference)), resumed, strict=True
     ):
         assert not differing(uninterrupted, end)
         assert uninterrupted["counter/skipped_steps"] == 2
@@ -252,7 +255,7 @@ def test_gradients_of_stage_0_equal_those_of_zero(
     moments = []
     for stage in (0, 1):
         plan = half(tmp_path / str(stage), "16-true", stage, max_steps=1, manual=manual)
-        moments.append(worlds.run(2, partial(fit, plan))[0][1])
+        moments.append(worlds.run(2, partial(half_precision_fit, plan))[0][1])
     assert_close_moments(*moments)
 
 
@@ -272,9 +275,12 @@ def test_each_pass_through_a_retained_graph_uses_the_current_scale(
     for stage in (0, 1):
         plan = half(tmp_path / str(stage), "16-true", stage, max_steps=4, rate=0.0, manual=True)
         ends.append(
-            worlds.run(2, partial(fit, replace(plan, net=partial(OverflowingNet, retained=True))))[
-                0
-            ][1]
+            worlds.run(
+                2,
+                partial(
+                    half_precision_fit, replace(plan, net=partial(OverflowingNet, retained=True))
+                ),
+            )[0][1]
         )
     assert ends[0]["scaler/cur_scale"] == ends[1]["scaler/cur_scale"] == "512.0"
     assert_close_moments(*ends)

@@ -92,7 +92,7 @@ def fit_with_own_scores(root: str) -> dict[str, Any]:
         "score": torch.tensor([1.0, 2.0, 2.01, 4.0][trainer.current_epoch] + 0.07 * rank),
     }
     with captured_warnings() as warned:
-        trainer.fit(net, data)
+        trainer.fit(net, **data)
     best = [callback.best_model_path, *callback.best_k_models]
     warnings = [text for text in warned if "the ranks log other values" in text]
     return {"best": [Path(path).name for path in best], "warnings": warnings}
@@ -120,7 +120,7 @@ def fit_nested(spec: FitCase) -> tuple[int, list[str]]:
             seen.append(str(last.resolve().relative_to(spec.root)) if last.exists() else "")
 
     with before_each_syscall(look):
-        trainer.fit(net, data, ckpt_path=spec.ckpt_path)
+        trainer.fit(net, **data, ckpt_path=spec.ckpt_path)
     return trainer.global_step, seen
 
 
@@ -159,10 +159,8 @@ class Listing(Callback):
 
 def fit_and_list(spec: FitCase) -> set[str]:
     """Fit; return the names that were in the folder before any batch."""
-    trainer, net, data, _ = spec.make()
     before_batches = Listing(spec.root)
-    trainer.callbacks.append(before_batches)  # type: ignore[attr-defined]
-    trainer.fit(net, data)
+    fit(spec, before_batches)
     return before_batches.names
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed import comm
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
@@ -26,17 +27,11 @@ from lightning_elastic_zero.coordination.ranks import OneRank
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage.folders import folder_at
-from tests.support.fits import Data, RegressionNet, elastic, quiet_trainer
+from tests.support.fits import FitCase, RegressionNet, Watch, elastic_strategy_of, fit
 from tests.support.outcome import error_text
 from tests.support.ranks import Pools
 from tests.support.small_checkpoints import before_each_syscall
-from tests.trainer._async_save import (
-    AsyncSaveSpec,
-    elastic_strategy_of,
-    is_published,
-    kept,
-    step_of,
-)
+from tests.trainer._async_save import async_case, fit_with, is_published, kept, step_of
 
 pytestmark = pytest.mark.engine
 
@@ -44,7 +39,7 @@ MODES = pytest.mark.parametrize("async_save", [False, True], ids=["blocking", "b
 LINKED: dict[str, Any] = {"save_top_k": 1, "filename": "{step}", "save_last": "link"}
 
 
-def watch_last_before_syscalls(run: AsyncSaveSpec) -> list[str]:
+def watch_last_before_syscalls(run: FitCase) -> list[str]:
     """Train; return the successive targets of last.ckpt ("" if missing or dangling)."""
     last = Path(run.root) / "kept" / "last.ckpt"
     seen: list[str] = []
@@ -55,7 +50,7 @@ def watch_last_before_syscalls(run: AsyncSaveSpec) -> list[str]:
             seen.append(name)
 
     with before_each_syscall(look):
-        errors = run.fit().errors
+        errors = fit_with(run).errors
     assert not errors, errors
     return seen
 
@@ -64,12 +59,12 @@ def watch_last_before_syscalls(run: AsyncSaveSpec) -> list[str]:
 def test_a_kill_never_leaves_last_missing_or_dangling(
     pools: Pools, tmp_path: Path, *, async_save: bool
 ) -> None:
-    run = AsyncSaveSpec(str(tmp_path), async_save=async_save, checkpoint=LINKED)
+    run = async_case(tmp_path, async_save=async_save, checkpoint=LINKED)
     found = pools.run(2, partial(watch_last_before_syscalls, run))[0]
     assert found == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
 
 
-def watch_the_last(run: AsyncSaveSpec, scores: list[float]) -> list[tuple[str, int]]:
+def watch_the_last(run: FitCase, scores: list[float]) -> list[tuple[str, int]]:
     """Train with a score per epoch; return the best name and the step of last.ckpt after each."""
     seen: list[tuple[str, int]] = []
 
@@ -81,15 +76,15 @@ def watch_the_last(run: AsyncSaveSpec, scores: list[float]) -> list[tuple[str, i
         step = saved.get("progress", {}).get("global_steps", 0)
         seen.append((Path(callback.best_model_path).name, step))
 
-    run.actions = dict.fromkeys([*range(3, 2 * len(scores), 2), -1], look)
     trainer, net, data, actor = run.make()
+    actor.actions = dict.fromkeys([*range(3, 2 * len(scores), 2), -1], look)
     callback: Any = trainer.checkpoint_callback
     candidates = callback._monitor_candidates
     callback._monitor_candidates = lambda trainer: {
         **candidates(trainer),
         "score": torch.tensor(scores[trainer.current_epoch]),
     }
-    trainer.fit(net, data)
+    trainer.fit(net, **data)
     assert not actor.errors, actor.errors
     return seen
 
@@ -98,7 +93,7 @@ def watch_the_last(run: AsyncSaveSpec, scores: list[float]) -> list[tuple[str, i
 def test_last_is_the_newest_save(pools: Pools, tmp_path: Path, *, async_save: bool) -> None:
     options = LINKED | {"monitor": "score", "mode": "max"}
     scores = [1.0, 0.5, 0.7, 2.0, 0.1]
-    every = AsyncSaveSpec(str(tmp_path), async_save=async_save, epochs=5, checkpoint=options)
+    every = async_case(tmp_path, async_save=async_save, epochs=5, checkpoint=options)
     for seen in pools.run(2, partial(watch_the_last, every, scores)):
         best = ["step=2.ckpt"] * 3 + ["step=8.ckpt"] * 2
         assert seen == list(zip(best, [2, 4, 6, 8, 10], strict=True))
@@ -112,22 +107,23 @@ def test_last_is_the_newest_of_rare_saves(
     pools: Pools, tmp_path: Path, *, async_save: bool
 ) -> None:
     options = LINKED | {"monitor": "score", "mode": "max", "every_n_epochs": 2}
-    run = AsyncSaveSpec(str(tmp_path), async_save=async_save, epochs=4, checkpoint=options)
+    run = async_case(tmp_path, async_save=async_save, epochs=4, checkpoint=options)
     for seen in pools.run(2, partial(watch_the_last, run, [0.0, 1.0, 9.0, 0.5])):
         assert seen == [("", 0), ("step=4.ckpt", 4), ("step=4.ckpt", 4), ("step=4.ckpt", 8)]
 
 
-class Due(Callback):
+class Due(Watch):
     """Makes a ``train_time_interval`` end at given steps; records the step of ``last.ckpt``."""
 
-    def __init__(self, last: Path, by_time: list[int]) -> None:
-        self.last, self.by_time = last, by_time
-        self.seen: dict[int, int] = {}
+    def __init__(self, by_time: list[int], case: FitCase) -> None:
+        super().__init__(case)
+        self.by_time = by_time
+        self.steps: dict[int, int] = {}
 
     def look(self, trainer: pl.Trainer) -> None:
         elastic_strategy_of(trainer).wait_for_save()
-        is_there = is_published(self.last)
-        self.seen[trainer.global_step] = step_of(self.last) if is_there else 0
+        last = self.of.path("last")
+        self.steps[trainer.global_step] = step_of(last) if is_published(last) else 0
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -142,6 +138,10 @@ class Due(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.look(trainer)
+
+    @override
+    def seen(self, *_: Any) -> dict[int, int]:
+        return self.steps
 
 
 class FallingScore(RegressionNet):
@@ -165,21 +165,14 @@ class SkippingScore(FallingScore):
         return -1 if batch_idx else None
 
 
-def last_after_each_step(
-    root: str,
-    save_last: Any,
-    saves: dict[str, Any],
-    options: dict[str, Any],
-    by_time: list[int],
-    net: type[FallingScore] = FallingScore,
-) -> dict[int, int]:
-    """Train three epochs of two steps; return the step of ``last.ckpt`` after each step."""
-    due = Due(Path(root) / "last.ckpt", by_time)
-    saves = {"monitor": "score", "mode": "max", "filename": "{step}", **saves}
-    saving = ModelCheckpoint(root, save_last=save_last, **saves)
-    trainer = quiet_trainer(elastic(), due, saving, max_epochs=3, **options)
-    trainer.fit(net(), Data())
-    return due.seen
+def with_saves(
+    root: Path, save_last: Any, saves: dict[str, Any], by_time: list[int], **changes: Any
+) -> FitCase:
+    """Return a fit of three epochs of two steps, whose result is the step of the last save."""
+    fixed = {"monitor": "score", "mode": "max", "filename": "{step}", "save_last": save_last}
+    saves = {**fixed, "enable_version_counter": True, **saves}
+    case = FitCase(str(root), epochs=3, checkpoint=saves, net=FallingScore.of)
+    return replace(case, watch=partial(Due, by_time), **changes)
 
 
 BY_TIME = {"train_time_interval": timedelta(days=1)}
@@ -210,18 +203,17 @@ def test_last_is_the_newest_due_save_even_if_the_best_k_reject_it(
     tmp_path: Path,
 ) -> None:
     """With ``save_last=True``, Lightning does so for steps and times, not for epochs."""
-    run = partial(last_after_each_step, str(tmp_path), save_last, saves, options, due)
+    run = with_saves(tmp_path, save_last, saves, due, trainer=options)
     is_of_epochs = not saves.keys() & {"train_time_interval", "every_n_train_steps"}
     kept = due[:1] if is_of_epochs and save_last is True else due
     expected = {at: max((step for step in kept if step <= at), default=0) for at in range(7)}
-    for seen in pools.run(2, run):
+    for seen in pools.run(2, partial(fit, run)):
         assert seen == expected
 
 
 def test_no_save_is_due_when_the_rest_of_an_epoch_is_skipped(pools: Pools, tmp_path: Path) -> None:
-    saves = {"every_n_epochs": 2}
-    run = partial(last_after_each_step, str(tmp_path), "link", saves, {}, [], SkippingScore)
-    assert pools.run(2, run) == [{0: 0, 1: 0, 2: 2, 3: 2}] * 2
+    run = with_saves(tmp_path, "link", {"every_n_epochs": 2}, [], net=SkippingScore.of)
+    assert pools.run(2, partial(fit, run)) == [{0: 0, 1: 0, 2: 2, 3: 2}] * 2
 
 
 class LinksFail:
@@ -243,12 +235,12 @@ class LinksFail:
         Path.symlink_to = self.symlink_to  # type: ignore[method-assign]
 
 
-def fail_the_second_link(run: AsyncSaveSpec) -> dict[str, Any]:
+def fail_the_second_link(run: FitCase) -> dict[str, Any]:
     """Make the second link fail; return the remaining entries and the error."""
-    links_fail, run.actions = LinksFail(), {}
+    links_fail = LinksFail()
     trainer, net, data, actor = run.make()
-    actor.actions[3] = links_fail
-    error = error_text(lambda: trainer.fit(net, data))
+    actor.actions = {3: links_fail}
+    error = error_text(lambda: trainer.fit(net, **data))
     links_fail.end()
     comm.barrier()
     return {"error": error, "remaining": kept(run), "replaced": replaced(trainer)}
@@ -263,7 +255,7 @@ def replaced(trainer: pl.Trainer) -> list[bool]:
 def test_a_failed_link_is_raised_and_keeps_its_target(
     pools: Pools, tmp_path: Path, *, async_save: bool
 ) -> None:
-    run = AsyncSaveSpec(str(tmp_path), async_save=async_save, checkpoint=LINKED)
+    run = async_case(tmp_path, async_save=async_save, checkpoint=LINKED)
     for seen in pools.run(2, partial(fail_the_second_link, run)):
         assert seen["error"].startswith("SaveError"), seen
         assert "Could not link " in seen["error"]
@@ -302,21 +294,21 @@ def look_at_callbacks(root: str) -> dict[str, Any]:
         seen["during the second"] = replaced(trainer)
         raise ZeroDivisionError
 
-    run = AsyncSaveSpec(root, async_save=False, epochs=1, checkpoint=LINKED, actions={1: look})
-    trainer, net, data, actor = run.make()
-    for kind in (Plain, Own, ModelCheckpoint):
-        folder = Path(root) / f"{kind.__name__}-more"
-        trainer.callbacks.append(kind(dirpath=folder, **LINKED))  # type: ignore[attr-defined]
+    run = async_case(Path(root), async_save=False, epochs=1, checkpoint=LINKED)
+    more = {kind: Path(root) / f"{kind.__name__}-more" for kind in (Plain, Own, ModelCheckpoint)}
+    added = (partial(kind, dirpath=folder, **LINKED) for kind, folder in more.items())
+    trainer, net, data, actor = replace(run, callbacks=(*added,)).make()
+    actor.actions = {1: look}
     patched = []
     last: Any = trainer.checkpoint_callbacks[-1]
     last._link_checkpoint = lambda _, path, __: patched.append(Path(path).name)
-    trainer.fit(net, data)
+    trainer.fit(net, **data)
     seen["after the first"] = replaced(trainer)
     seen["links"] = (list(Own.links), patched, trainer.checkpoint_callbacks[-1] is last)
     actor.actions, actor.passes_on = {3: fail}, (ZeroDivisionError,)
     trainer.fit_loop.max_epochs = 2
     with pytest.raises(ZeroDivisionError):
-        trainer.fit(net, data)
+        trainer.fit(net, **data)
     seen["after the second"] = replaced(trainer)
     return seen
 
@@ -359,13 +351,13 @@ def test_an_abandoned_save_that_is_published_creates_its_links(tmp_path: Path) -
     assert str(link.readlink()) == "a.ckpt"
 
 
-def fail_on_all_ranks(run: AsyncSaveSpec) -> dict[str, str]:
+def fail_on_all_ranks(run: FitCase) -> dict[str, str]:
     """Raise on all ranks after the third step; list the folder."""
 
     def fail(_: pl.Trainer) -> None:
         raise ZeroDivisionError
 
-    run.fit({3: fail}, raises=(ZeroDivisionError,))
+    fit_with(run, {3: fail}, raises=(ZeroDivisionError,))
     comm.barrier()
     return kept(run)
 
@@ -374,8 +366,8 @@ def fail_on_all_ranks(run: AsyncSaveSpec) -> dict[str, str]:
 def test_last_points_to_the_save_of_save_on_exception(
     pools: Pools, tmp_path: Path, *, async_save: bool
 ) -> None:
-    run = AsyncSaveSpec(
-        str(tmp_path), async_save=async_save, checkpoint=LINKED | {"save_on_exception": True}
+    run = async_case(
+        tmp_path, async_save=async_save, checkpoint=LINKED | {"save_on_exception": True}
     )
     for remaining in pools.run(2, partial(fail_on_all_ranks, run)):
         assert remaining["last.ckpt"] == "step=3.ckpt"

@@ -24,26 +24,18 @@ from tests.support.fits import FitCase, RegressionNet, digests, error_of, evalua
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
 
-
-def trainer_with(plan: FitCase, *callbacks: Callback) -> tuple[pl.Trainer, RegressionNet, Any, Any]:
-    """Create a plan's trainer with additional callbacks, which come first."""
-    trainer, net, data, watch = plan.make()
-    trainer.callbacks[:0] = callbacks  # type: ignore[attr-defined]
-    return trainer, net, data, watch
-
-
 # -- averages ------------------------------------------------------------------------------------
 
 
 def fit_averaged(plan: FitCase) -> dict[str, Any]:
     """Fit with averaged weights; return the best checkpoint, with its loss and evaluated loss."""
-    trainer, net, data, _ = trainer_with(plan, EMAWeightAveraging(decay=0.6))
-    trainer.fit(net, data, ckpt_path=plan.ckpt_path)
+    trainer, net, data, _ = plan.make(EMAWeightAveraging(decay=0.6))
+    trainer.fit(net, **data, ckpt_path=plan.ckpt_path)
     callback = trainer.checkpoint_callback
     assert isinstance(callback, ModelCheckpoint)
     assert callback.best_model_score is not None
     found = {"best": callback.best_model_path, "loss": float(callback.best_model_score)}
-    evaluated = trainer.validate(net, data, ckpt_path="best", verbose=False)[0]["val_loss"]
+    evaluated = trainer.validate(net, **data, ckpt_path="best", verbose=False)[0]["val_loss"]
     return {**found, "in this process": evaluated}
 
 
@@ -52,8 +44,8 @@ def evaluate_averaged(plan: FitCase, with_callback: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for verb in ("validate", "test", "predict"):
         callbacks = [EMAWeightAveraging(decay=0.6)] if with_callback else []
-        trainer, net, data, _ = trainer_with(plan, *callbacks)
-        seen: Any = getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
+        trainer, net, data, _ = plan.make(*callbacks)
+        seen: Any = getattr(trainer, verb)(net, **data, ckpt_path=plan.ckpt_path)
         if verb == "predict":
             loader: Any = trainer.predict_dataloaders
             expected = torch.cat([y for _, y in loader])
@@ -93,8 +85,8 @@ class ChangesWeights(Callback):
 
 def fit_changed(plan: FitCase, *, clamps: bool) -> tuple[str, float]:
     """Fit with weights that change in place; return the best checkpoint and its loss."""
-    trainer, net, data, _ = trainer_with(plan, ChangesWeights(clamps=clamps))
-    trainer.fit(net, data)
+    trainer, net, data, _ = plan.make(ChangesWeights(clamps=clamps))
+    trainer.fit(net, **data)
     callback = trainer.checkpoint_callback
     assert isinstance(callback, ModelCheckpoint)
     assert callback.best_model_score is not None
@@ -107,10 +99,10 @@ def fit_changed(plan: FitCase, *, clamps: bool) -> tuple[str, float]:
 def save_after(plan: FitCase, verb: str) -> dict[str, Any]:
     """Fit, save, evaluate and save again; then resume from both checkpoints."""
     trainer, net, data, watch = plan.make()
-    trainer.fit(net, data)
+    trainer.fit(net, **data)
     trainer.save_checkpoint(f"{plan.root}/before.ckpt")
     fitted = digests(net)
-    getattr(trainer, verb)(net, data)
+    getattr(trainer, verb)(net, **data)
     trainer.save_checkpoint(f"{plan.root}/after.ckpt")
     trainer.save_checkpoint(f"{plan.root}/weights.ckpt", weights_only=True)
     del trainer, net, data, watch
@@ -125,19 +117,19 @@ def save_after(plan: FitCase, verb: str) -> dict[str, Any]:
 def save_after_a_change(plan: FitCase, change: str, path: str) -> dict[str, Any]:
     """Fit, change the weights or the module, evaluate and save; then load into a third module."""
     trainer, net, data, _ = plan.make()
-    trainer.fit(net, data)
+    trainer.fit(net, **data)
     fitted = digests(net)
     if change == "edited":
         net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
     else:
         _, net, data, _ = replace(plan, seed=17).make()
     with captured_warnings(about="saving weights only") as warned:
-        trainer.test(net, data, verbose=False)
+        trainer.test(net, **data, verbose=False)
         trainer.save_checkpoint(path)
     tested = digests(net)
     del trainer, net, data
     trainer, net, data, _ = replace(plan, seed=18).make()
-    trainer.test(net, data, ckpt_path=path, verbose=False)
+    trainer.test(net, **data, ckpt_path=path, verbose=False)
     return {"fitted": fitted, "tested": tested, "loaded": digests(net), "warned": warned}
 
 
@@ -145,7 +137,7 @@ def save_without_fit(plan: FitCase, verb: str, path: str) -> dict[str, Any]:
     """Evaluate, with or without a checkpoint, and save."""
     trainer, net, data, _ = plan.make()
     with captured_warnings(about="nothing was trained here") as warned:
-        getattr(trainer, verb)(net, data, ckpt_path=plan.ckpt_path)
+        getattr(trainer, verb)(net, **data, ckpt_path=plan.ckpt_path)
         trainer.save_checkpoint(path)
     return {"weights": digests(net), "warned": warned}
 
@@ -193,9 +185,9 @@ class Switch(Callback):
 def switched(plan: FitCase, thaw: bool) -> dict[str, Any]:
     """Fit while a layer is frozen or unfrozen; return its weights, and the warnings."""
     switch = Switch(thaw=thaw)
-    trainer, net, data, _ = trainer_with(plan, switch)
+    trainer, net, data, _ = plan.make(switch)
     with captured_warnings(about="since the fit began") as warned:
-        trainer.fit(net, data)
+        trainer.fit(net, **data)
     return {"weights": switch.weights, "warned": warned}
 
 
@@ -234,12 +226,11 @@ def run_module(
     plan: FitCase, verb: str = "fit", *, net_class: type[RegressionNet]
 ) -> dict[str, Any]:
     """Fit or validate a module that changes the weights in its checkpoints."""
-    trainer, _, data, watch = plan.make()
-    net = net_class(plan.rate, plan.seed, plan.hidden)
+    trainer, net, data, watch = replace(plan, net=net_class.of).make()
     if verb == "fit":
-        trainer.fit(net, data, ckpt_path=plan.ckpt_path)
+        trainer.fit(net, **data, ckpt_path=plan.ckpt_path)
     else:
-        trainer.validate(net, data, ckpt_path=plan.ckpt_path, verbose=False)
+        trainer.validate(net, **data, ckpt_path=plan.ckpt_path, verbose=False)
     return {"start": watch.at_start, "end": digests(net)}
 
 
@@ -441,7 +432,6 @@ def masters_are_rounded(root: str, keep_fp32: bool) -> bool:
         trainer={"precision": "bf16-mixed"},
         checkpoint={"save_top_k": 0},
     )
-    trainer, net, data, _ = plan.make()
     rounded: list[bool] = []
 
     def look(trainer: pl.Trainer, *_: Any) -> None:
@@ -449,8 +439,7 @@ def masters_are_rounded(root: str, keep_fp32: bool) -> bool:
         masters = engine.optimizer.single_partition_of_fp32_groups
         rounded.extend(torch.equal(master, master.bfloat16().float()) for master in masters)
 
-    trainer.callbacks.append(LambdaCallback(on_train_start=look))  # type: ignore[attr-defined]
-    trainer.fit(net, data, ckpt_path=plan.ckpt_path)
+    fit(plan, LambdaCallback(on_train_start=look))
     return all(rounded) and bool(rounded)
 
 

@@ -268,9 +268,7 @@ def fill_node(plan: FitCase) -> str:
             full = (0, "the memory of this test")
             node_files.free_bytes = lambda folder: full
 
-    trainer, net, data, _ = plan.make()
-    trainer.callbacks.insert(0, LambdaCallback(on_train_batch_start=fill))  # type: ignore[attr-defined]
-    return error_text(lambda: trainer.fit(net, data))
+    return error_text(lambda: fit(plan, LambdaCallback(on_train_batch_start=fill)))
 
 
 @pytest.mark.long
@@ -368,7 +366,7 @@ def restarted(plan: FitCase) -> tuple[list[str], list[str]]:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     trainer, net, data, _ = plan.make()
     with captured_warnings("no last checkpoint") as warned, captured_log(LIBRARY) as log:
-        trainer.fit(net, data, ckpt_path="last")
+        trainer.fit(net, **data, ckpt_path="last")
     return warned, log
 
 
@@ -404,10 +402,8 @@ def fail_after_a_step(plan: FitCase) -> str:
             msg = "out of luck"
             raise RuntimeError(msg)
 
-    trainer, net, data, _ = plan.make()
-    on_exception = KeptOnException(plan.root)
-    trainer.callbacks += [LambdaCallback(on_train_batch_start=fail), on_exception]  # type: ignore[attr-defined]
-    return error_text(lambda: trainer.fit(net, data))
+    fails = LambdaCallback(on_train_batch_start=fail)
+    return error_text(lambda: fit(plan, fails, KeptOnException(plan.root)))
 
 
 class KeptOnException(OnExceptionCheckpoint):
@@ -476,10 +472,9 @@ def fit_until_preempted(plan: FitCase) -> int:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.4)  # Until the ranks' threads have agreed.
 
-    trainer, net, data, _ = plan.make()
-    trainer.callbacks.insert(0, LambdaCallback(on_train_batch_start=preempt))  # type: ignore[attr-defined]
+    trainer, net, data, _ = plan.make(LambdaCallback(on_train_batch_start=preempt))
     with suppress(SystemExit):
-        trainer.fit(net, data)
+        trainer.fit(net, **data)
     return trainer.global_step
 
 

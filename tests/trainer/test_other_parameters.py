@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,35 +11,49 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.fits import elastic, quiet_trainer
-from tests.support.outcome import captured_log, error_text
+from tests.support.fits import FitCase, error_of, fit
+from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 from tests.trainer.test_half_precision import STATES, Held, StateRecorder
 
 
-@dataclass(frozen=True)
-class MiddleFit:
-    root: str
-    stage: int
-    middle: str = "middle"
-    """Name of the middle layer."""
-    trains: bool = True
-    """Whether it requires gradients at the start of the fit."""
-    thawed_in: int = -1
-    """The epoch in which a callback unfreezes it; -1: never."""
-    seed: int = 1
-    epochs: int = 1
-    ckpt_path: str | None = None
-    strategy: dict[str, Any] = field(default_factory=dict)
+def middle_fit(
+    root: Path,
+    stage: int,
+    middle: str = "middle",
+    *,
+    trains: bool = True,
+    thawed_in: int = -1,
+    **changes: Any,
+) -> FitCase:
+    """Return a fit whose result is its ``Seen``.
 
-    def resumed(self, **changes: Any) -> MiddleFit:
-        """Return a fit that continues for an epoch, with another seed."""
-        fields = {"seed": 2, "epochs": self.epochs + 1, "ckpt_path": f"{self.root}/last.ckpt"}
-        return MiddleFit(**{**vars(self), **fields, **changes})
+    Args:
+        root: folder of its saves.
+        stage: of ZeRO.
+        middle: name of the middle layer.
+        trains: whether it requires gradients at the start of the fit.
+        thawed_in: the epoch in which a callback unfreezes it; -1: never.
+        changes: other fields.
+    """
+    fields = {
+        "net": partial(Net, middle, trains),
+        "data": no_data,
+        "watch": StateRecorder,
+        "callbacks": (partial(Thaws, middle, thawed_in),),
+        "global_batch": 6,
+        "seed": 1,
+    }
+    return FitCase(str(root), stage, **{**fields, **changes})
+
+
+def no_data(_: FitCase) -> dict[str, Any]:
+    """Return nothing: the module has its own loader."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -50,21 +64,21 @@ class Seen:
 
 
 class Net(pl.LightningModule):
-    def __init__(self, plan: MiddleFit) -> None:
+    def __init__(self, middle: str, trains: bool, case: FitCase) -> None:
         super().__init__()
-        self.plan = plan
+        self.name, self.trains, self.seed = middle, trains, case.seed
 
     def configure_model(self) -> None:
         if hasattr(self, "first"):
             return
-        torch.manual_seed(self.plan.seed)
+        torch.manual_seed(self.seed)
         self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 1)
-        layer = nn.Linear(7, 7, bias=True).requires_grad_(self.plan.trains)
-        self.add_module(self.plan.middle, layer)
+        layer = nn.Linear(7, 7, bias=True).requires_grad_(self.trains)
+        self.add_module(self.name, layer)
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         hidden = torch.tanh(self.first(batch[0]))
-        found = self.last(torch.tanh(self.get_submodule(self.plan.middle)(hidden)))
+        found = self.last(torch.tanh(self.get_submodule(self.name)(hidden)))
         return torch.as_tensor(found.pow(2).mean())
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -75,25 +89,22 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
-def fit(plan: MiddleFit) -> Seen:
+class Thaws(Callback):
+    """Unfreezes the middle layer."""
+
+    def __init__(self, middle: str, epoch: int) -> None:
+        self.middle, self.epoch = middle, epoch
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == self.epoch:
+            pl_module.get_submodule(self.middle).requires_grad_(True)
+
+
+def fit_and_warn(case: FitCase) -> Seen:
     """Fit; return the state at the start and end of training, and the warnings."""
-
-    def thaw(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if trainer.current_epoch == plan.thawed_in:
-            module.get_submodule(plan.middle).requires_grad_(True)
-
-    recorder, thaws = StateRecorder(), LambdaCallback(on_train_epoch_start=thaw)
-    saves = ModelCheckpoint(plan.root, save_last=True, enable_version_counter=False)
-    strategy = elastic(stage=plan.stage, global_batch_size=6, **plan.strategy)
-    trainer = quiet_trainer(strategy, recorder, thaws, saves, max_epochs=plan.epochs)
     with captured_log("lightning_elastic_zero", logging.WARNING) as warned:
-        trainer.fit(Net(plan), ckpt_path=plan.ckpt_path)
-    start, end = recorder.held
+        start, end = fit(case)
     return Seen(start, end, warned)
-
-
-def refusal(plan: MiddleFit) -> str:
-    return error_text(lambda: fit(plan))
 
 
 class Finetuning(BaseFinetuning):
@@ -110,13 +121,6 @@ class Finetuning(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.get_submodule("middle"), optimizer)
 
 
-def finetuning_refusal(plan: MiddleFit) -> str:
-    """Return the error of a fit with this callback."""
-    strategy = elastic(stage=plan.stage, global_batch_size=6)
-    trainer = quiet_trainer(strategy, Finetuning(), max_epochs=plan.epochs)
-    return error_text(lambda: trainer.fit(Net(plan), ckpt_path=plan.ckpt_path))
-
-
 pytestmark = pytest.mark.engine
 
 KNOWN = ("first.weight", "first.bias", "last.weight", "last.bias")
@@ -129,6 +133,12 @@ LENIENT = {"strict_optimizer": False}
 
 def trained(held: Held) -> set[str]:
     return {key.removeprefix("master/") for key in held if key.startswith("master/")}
+
+
+def continued(case: FitCase) -> dict[str, Any]:
+    """Return the fields of a fit that continues for an epoch, with another seed."""
+    again = case.resumed("last", epochs=(case.epochs or 0) + 1, seed=2)
+    return {name: getattr(again, name) for name in ("ckpt_path", "epochs", "seed")}
 
 
 def assert_restored(seen: Seen, saved: Seen) -> None:
@@ -152,9 +162,9 @@ def assert_warned(warned: list[str], *names: str) -> None:
     assert not [text for text in warned if any(name in text for name in KNOWN)]
 
 
-def assert_refused(worlds: Pools, world: int, plan: MiddleFit, *names: str) -> None:
+def assert_refused(worlds: Pools, world: int, plan: FitCase, *names: str) -> None:
     """Fail unless every rank refuses a resume, and names the parameters and the option."""
-    for message in worlds.run(world, partial(refusal, plan)):
+    for message in worlds.run(world, partial(error_of, plan)):
         assert message.startswith("CheckpointMismatchError")
         assert "strict_optimizer=False" in message
         assert all(name in message for name in names)
@@ -167,13 +177,13 @@ def test_known_parameters_are_restored_and_others_are_listed(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """An added layer starts fresh, and a removed one is ignored."""
-    first = MiddleFit(str(tmp_path / "run"), source, "gone")
-    saved = worlds.run(ranks, partial(fit, first))[0]
-    again = first.resumed(stage=target, middle="new")
+    first = middle_fit(tmp_path / "run", source, "gone")
+    saved = worlds.run(ranks, partial(fit_and_warn, first))[0]
+    again = middle_fit(tmp_path / "run", target, "new", **continued(first))
     assert_refused(worlds, more, again, *NEW, *GONE)
-    other = MiddleFit(str(tmp_path / "other"), target, "new", seed=2)
-    configured = worlds.run(more, partial(fit, other))[0].start
-    found = worlds.run(more, partial(fit, replace(again, strategy=LENIENT)))
+    other = middle_fit(tmp_path / "other", target, "new", seed=2)
+    configured = worlds.run(more, partial(fit_and_warn, other))[0].start
+    found = worlds.run(more, partial(fit_and_warn, replace(again, strategy=LENIENT)))
     for seen in found:
         assert trained(seen.start) == {*KNOWN, *NEW}
         assert_restored(seen, saved)
@@ -190,18 +200,19 @@ def test_a_layer_unfrozen_before_a_resume_starts_from_its_saved_weights(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """A layer that a callback unfroze before the save was not trained, and needs no option."""
-    first = MiddleFit(str(tmp_path / "run"), source, trains=False, thawed_in=1, epochs=2)
-    saved = worlds.run(ranks, partial(fit, first))[0]
+    first = middle_fit(tmp_path / "run", source, trains=False, thawed_in=1, epochs=2)
+    saved = worlds.run(ranks, partial(fit_and_warn, first))[0]
     assert trained(saved.end) == {*KNOWN}
-    as_before = first.resumed(stage=target, root=str(tmp_path / "as before"), thawed_in=2)
-    for seen in worlds.run(more, partial(fit, as_before)):
+    other = tmp_path / "as before"
+    as_before = middle_fit(other, target, trains=False, thawed_in=2, **continued(first))
+    for seen in worlds.run(more, partial(fit_and_warn, as_before)):
         assert_restored(seen, saved)
         for key in FROZEN:
             for held in (seen.start, seen.end):
                 assert torch.equal(held[key], saved.end[key])
-    again = first.resumed(stage=target, trains=True)
+    again = middle_fit(tmp_path / "run", target, **continued(first))
     assert_refused(worlds, more, again, *MIDDLE)
-    found = worlds.run(more, partial(fit, replace(again, strategy=LENIENT)))
+    found = worlds.run(more, partial(fit_and_warn, replace(again, strategy=LENIENT)))
     for seen in found:
         assert trained(seen.start) == {*KNOWN, *MIDDLE}
         assert_restored(seen, saved)
@@ -214,11 +225,11 @@ def test_a_layer_unfrozen_before_a_resume_starts_from_its_saved_weights(
 def test_a_layer_frozen_before_a_resume_keeps_its_masters(
     source: int, ranks: int, target: int, more: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    first = MiddleFit(str(tmp_path / "run"), source)
-    saved = worlds.run(ranks, partial(fit, first))[0]
-    again = first.resumed(stage=target, trains=False)
+    first = middle_fit(tmp_path / "run", source)
+    saved = worlds.run(ranks, partial(fit_and_warn, first))[0]
+    again = middle_fit(tmp_path / "run", target, trains=False, **continued(first))
     assert_refused(worlds, more, again, *MIDDLE)
-    found = worlds.run(more, partial(fit, replace(again, strategy=LENIENT)))
+    found = worlds.run(more, partial(fit_and_warn, replace(again, strategy=LENIENT)))
     for seen in found:
         assert trained(seen.start) == {*KNOWN}
         assert_restored(seen, saved)
@@ -232,8 +243,8 @@ def test_a_layer_frozen_before_a_resume_keeps_its_masters(
 def test_lightning_refuses_its_finetuning_callback(
     stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
-    first = MiddleFit(str(tmp_path / "run"), stage)
-    for plan in (first, first.resumed()):
-        for message in worlds.run(2, partial(finetuning_refusal, plan)):
+    first = middle_fit(tmp_path / "run", stage, callbacks=(Finetuning,), checkpoint=None)
+    for case in (first, replace(first, **continued(first))):
+        for message in worlds.run(2, partial(error_of, case)):
             assert message.startswith("NotImplementedError")
             assert "does not support running with the DeepSpeed strategy" in message

@@ -15,22 +15,13 @@ import lightning.pytorch as pl
 import pytest
 from deepspeed import comm
 from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.utils.data import DataLoader
+from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_elastic_zero.trainer.preemption import EXIT_CODE, NAME, PreemptionCheckpoint
-from tests.support.fits import FitCase
+from tests.support.fits import FitCase, fit
 from tests.support.ranks import Pools
-from tests.trainer._recorded_data import IndexedSamples
-from tests.trainer._recorded_runs import (
-    RecordingNet,
-    fit,
-    from_step,
-    loaders_of,
-    recorded,
-    trainer_of,
-)
+from tests.trainer._recorded_runs import from_step, recorded
 
 pytestmark = [pytest.mark.engine]
 
@@ -38,8 +29,8 @@ STEPS = 10
 GRACE_S = 30.0
 """Time between the notice and the kill, as with Kubernetes, Google Cloud and torchrun's agent."""
 
-SAMPLES = 12
-"""Samples of a validation; each of a rank's samples takes 0.3 s."""
+VALIDATED = 4
+"""Batches of a rank in a validation; each takes 0.3 s."""
 
 
 def is_inside_window_after(trainer: pl.Trainer, step: int) -> bool:
@@ -79,15 +70,13 @@ class Preempted:
     handlers_kept: bool
 
 
-def saves_of(run: FitCase) -> ModelCheckpoint:
-    """Return a ModelCheckpoint that saves every second step."""
-    return ModelCheckpoint(
-        run.root,
-        every_n_train_steps=2,
-        save_top_k=-1,
-        save_last="link",
-        save_on_train_epoch_end=False,
-    )
+SAVES = {
+    "every_n_train_steps": 2,
+    "save_top_k": -1,
+    "save_last": "link",
+    "save_on_train_epoch_end": False,
+}
+"""Options of the ``ModelCheckpoint``."""
 
 
 class NotifiesInValidation(Callback):
@@ -108,13 +97,14 @@ class NotifiesInValidation(Callback):
         time.sleep(0.3)
 
 
-def fit_until_it_ends(
-    trainer: pl.Trainer, run: FitCase, preemption: PreemptionCheckpoint, data: Any = None
-) -> Preempted:
+def fit_until_it_ends(run: FitCase, *first: Callback) -> Preempted:
+    """Fit with callbacks, one of which is a PreemptionCheckpoint."""
+    trainer, net, data, _ = run.make(*first)
+    (preemption,) = (each for each in first if isinstance(each, PreemptionCheckpoint))
     signals = [signal.SIGTERM, signal.SIGUSR1]
     before, code = [*map(signal.getsignal, signals)], -1
     try:
-        trainer.fit(RecordingNet(run), loaders_of(run), data)
+        trainer.fit(net, **data)
     except SystemExit as error:
         code = int(str(error.code))
     seconds = time.monotonic() - preemption._heard_at if preemption._heard else 0.0
@@ -124,21 +114,17 @@ def fit_until_it_ends(
 
 def fit_until_preempted_in_validation(run: FitCase) -> tuple[Preempted, int]:
     """Fit; the last rank gets a notice during the slow validation after step 5."""
-    pl.seed_everything(run.seed, workers=True, verbose=False)
     file = Path(run.root) / "notice"
     notified = comm.get_rank() == comm.get_world_size() - 1
     notifies = NotifiesInValidation(file, 5, notified)
     preemption = PreemptionCheckpoint(str(file) if notified else None)
-    trainer = trainer_of(run, [notifies, preemption, saves_of(run)])
-    data = DataLoader(IndexedSamples(SAMPLES, 0.0), batch_size=1)
-    return fit_until_it_ends(trainer, run, preemption, data), notifies.validated
+    return fit_until_it_ends(run, notifies, preemption), notifies.validated
 
 
 def fit_until_preempted(
     run: FitCase, names: tuple[str, ...] = (), in_save: bool = False
 ) -> Preempted:
     """Fit; the last rank gets a notice inside the window after step 3, by a file or signals."""
-    pl.seed_everything(run.seed, workers=True, verbose=False)
     notified = comm.get_rank() == comm.get_world_size() - 1
     file = Path(run.root) / "notice"
 
@@ -151,8 +137,7 @@ def fit_until_preempted(
     sends = [SendsSignals(names, 3, in_save)] if notified and names else []
     preemption = PreemptionCheckpoint(str(file) if notified else None)
     notifies = callbacks.LambdaCallback(on_train_batch_end=notify)
-    trainer = trainer_of(run, [*sends, notifies, preemption, saves_of(run)])
-    return fit_until_it_ends(trainer, run, preemption)
+    return fit_until_it_ends(run, *sends, notifies, preemption)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +168,8 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
 ) -> None:
     strategy = {"async_save": background}
     run = recorded(stage=stage, batch_size=3, root=str(tmp_path / "run"), strategy=strategy)
-    reference = worlds.run(others, partial(fit, replace(run, root="", strategy={})))
+    run = replace(run, checkpoint=SAVES)
+    reference = worlds.run(others, partial(fit, replace(run, checkpoint=None, strategy={})))
     ended = worlds.run(ranks, partial(fit_until_preempted, run, names, in_save))
     # Only the first rank exits with the code: Lightning kills all ranks if another one does.
     assert [e.code for e in ended] == [EXIT_CODE, *[0] * (ranks - 1)]
@@ -194,8 +180,8 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
     assert (tmp_path / "run" / "notice").exists() == (not names)
     progress = json.loads((tmp_path / "run" / NAME / "manifest.json").read_text())["progress"]
     assert progress["micro_steps"] % progress["gradient_accumulation_steps"] == 0
-    kinds = (PreemptionCheckpoint, partial(saves_of, run))
-    resume = partial(fit, replace(run, ckpt_path="last", strategy={}, callbacks=kinds))
+    again = replace(run, ckpt_path="last", strategy={}, callbacks=(PreemptionCheckpoint,))
+    resume = partial(fit, again)
     for resumed, expected in zip(worlds.run(others, resume), reference, strict=True):
         assert resumed.steps == from_step(expected.steps, step)
         assert resumed.global_step == STEPS
@@ -204,10 +190,11 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
 
 
 def test_a_validation_is_finished_before_a_preempted_save(worlds: Pools, tmp_path: Path) -> None:
-    run = recorded(stage=1, root=str(tmp_path))
+    run = recorded(stage=1, root=str(tmp_path), checkpoint=SAVES)
+    run = replace(run, validate=True, validation={"batch_size": 1})
     ended = worlds.run(2, partial(fit_until_preempted_in_validation, run))
     assert [e.code for e, _ in ended] == [EXIT_CODE, 0]
-    assert {validated for _, validated in ended} == {SAMPLES // 2}
+    assert {validated for _, validated in ended} == {VALIDATED}
 
 
 @pytest.mark.long

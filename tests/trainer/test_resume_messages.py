@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,27 +13,20 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.selection import ConvertOptions
 from lightning_elastic_zero.trainer.checkpoint_io import _format_not_resumed
-from tests.support.fits import FitCase
+from tests.support.fits import FitCase, fit, fits
 from tests.support.outcome import captured_warnings
 from tests.support.ranks import Pools
-from tests.trainer._recorded_data import IndexedSamples
 from tests.trainer._recorded_runs import (
     RecordingNet,
     RunRecord,
-    fit,
-    fits,
     from_step,
-    loaders_of,
     recorded,
     records,
-    trainer_of,
-    warned_by_default,
 )
 
 pytestmark = pytest.mark.engine
@@ -115,10 +109,12 @@ class Overriding(RecordingNet):
 
 def warnings_of_override(run: FitCase) -> list[str]:
     """Resume and evaluate a module with an override; return the warnings about it."""
+    run = replace(run, net=Overriding, validate=True)
     with captured_warnings("load_state_dict") as warned:
-        trainer_of(run, []).fit(Overriding(run), loaders_of(run), ckpt_path=run.ckpt_path)
-        val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
-        trainer_of(run, []).validate(Overriding(run), val, ckpt_path=run.ckpt_path, verbose=False)
+        trainer, net, data, _ = run.make()
+        trainer.fit(net, **data, ckpt_path=run.ckpt_path)
+        trainer, net, data, _ = run.make()
+        trainer.validate(net, data["val_dataloaders"], ckpt_path=run.ckpt_path, verbose=False)
     return warned
 
 
@@ -196,6 +192,15 @@ def test_an_order_that_lightning_replaces_causes_one_warning(worlds: Pools) -> N
         assert all("sampler=range(len(dataset))" in message for message in messages)
         # As the message says, Lightning uses one order with all samples.
         assert seen.steps == records[-1].steps
+
+
+def warned_by_default(run: FitCase) -> tuple[RunRecord, list[str]]:
+    """Fit with the default warning filters; return the warnings too."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.resetwarnings()
+        made = run.make()
+        made.trainer.fit(made.net, **made.data, ckpt_path=run.ckpt_path)
+    return made.watch.seen(made, []), [str(w.message) for w in warned]
 
 
 @pytest.mark.long

@@ -6,9 +6,8 @@ import json
 import os
 import shutil
 import signal
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 from lightning_elastic_zero.trainer.preemption import PreemptionCheckpoint
-from tests.support.fits import Data, RegressionNet, digests, elastic, quiet_trainer
+from tests.support.fits import FitCase, RegressionNet, digests
 from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 
@@ -34,7 +33,7 @@ STEPS_PER_EPOCH = 2
 class ScoredNet(RegressionNet):
     """Logs a given score for each epoch."""
 
-    def __init__(self, scores: tuple[float, ...]) -> None:
+    def __init__(self, scores: tuple[float, ...], _: FitCase) -> None:
         super().__init__()
         self.scores = scores
 
@@ -49,18 +48,23 @@ class ScoredNet(RegressionNet):
         self.log("score", torch.tensor(self.scores[self.current_epoch]), sync_dist=True)
 
 
-class Watch(Callback):
-    """Records the step of ``last.ckpt`` before each step; ends the run at a step."""
+class EndsAt(Callback):
+    """Records the step of ``last.ckpt`` before each step; ends the run at a step.
 
-    def __init__(self, folder: Path, kill_at: int, signal_at: int, stop_at: int) -> None:
-        self.folder, self.kill_at, self.signal_at = folder, kill_at, signal_at
-        self.stop_at = stop_at
+    It kills the run, sends a signal to it, or requests a stop, as a user's callback may.
+    """
+
+    def __init__(
+        self, last: Path, *, kill_at: int = -1, signal_at: int = -1, stop_at: int = -1
+    ) -> None:
+        self.last_path = last
+        self.kill_at, self.signal_at, self.stop_at = kill_at, signal_at, stop_at
         self.last: dict[int, int] = {}
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         comm.barrier()
-        manifest = self.folder / "last.ckpt" / "manifest.json"
+        manifest = self.last_path / "manifest.json"
         saved = json.loads(manifest.read_text()) if manifest.exists() else {}
         self.last[trainer.global_step] = saved.get("progress", {}).get("global_steps", 0)
         if trainer.global_step == self.kill_at:
@@ -82,27 +86,37 @@ class LooksAtBatches(ModelCheckpoint):
         super().on_train_batch_end(trainer, pl_module, outputs, *args)
 
 
-@dataclass(frozen=True)
-class ScoredRun:
-    root: str
-    saves: tuple[dict[str, Any], ...]
-    """Options of each ``ModelCheckpoint``."""
-    scores: tuple[float, ...]
-    ckpt_path: str | None = None
-    kill_at: int = -1
-    signal_at: int = -1
-    stop_at: int = -1
-    """Step after which a user's callback requests a stop."""
-    callbacks: tuple[Callable[[], Callback], ...] = ()
-    kind: type[ModelCheckpoint] = ModelCheckpoint
-    trainer: dict[str, Any] = field(default_factory=dict)
+def scored(
+    root: Path,
+    scores: tuple[float, ...],
+    *saves: dict[str, Any],
+    kind: type[ModelCheckpoint] = ModelCheckpoint,
+    callbacks: tuple[Callable[[], Callback], ...] = (),
+    trainer: dict[str, Any] | None = None,
+    **ends: int,
+) -> FitCase:
+    """Return a fit with a score for each epoch; its first callback is an ``EndsAt``.
 
-    @property
-    def folder(self) -> Path:
-        return Path(self.root) / "kept"
-
-    def resumed(self, path: str, **changes: Any) -> ScoredRun:
-        return replace(self, ckpt_path=path, kill_at=-1, signal_at=-1, stop_at=-1, **changes)
+    Args:
+        root: folder of logs; its folder ``kept`` is that of the saves.
+        scores: of the epochs.
+        saves: options of each ``ModelCheckpoint``.
+        kind: class of each.
+        callbacks: create further callbacks.
+        trainer: options of the Trainer.
+        ends: arguments of ``EndsAt``.
+    """
+    folder = root / "kept"
+    ending = partial(EndsAt, folder / "last.ckpt", **ends)
+    saving = [partial(kind, dirpath=folder, mode="max", **options) for options in saves]
+    return FitCase(
+        str(root),
+        epochs=len(scores),
+        checkpoint=None,
+        callbacks=(ending, *callbacks, *saving),
+        trainer=trainer or {},
+        net=partial(ScoredNet, scores),
+    )
 
 
 @dataclass(frozen=True)
@@ -122,33 +136,27 @@ class Ended:
     messages: list[str]
 
 
-def fit(run: ScoredRun) -> Ended:
-    warnings.simplefilter("ignore")
-    watch = Watch(run.folder, run.kill_at, run.signal_at, run.stop_at)
-    saving = [run.kind(dirpath=run.folder, mode="max", **options) for options in run.saves]
-    logger = CSVLogger(run.root, name="log")
-    trainer = quiet_trainer(
-        elastic(),
-        watch,
-        *(make() for make in run.callbacks),
-        *saving,
-        **{"max_epochs": len(run.scores), "logger": logger, "log_every_n_steps": 1, **run.trainer},
-    )
-    net = ScoredNet(run.scores)
+def fit_scored(case: FitCase) -> Ended:
+    logger = CSVLogger(case.root, name="log")
+    logs = {"logger": logger, "log_every_n_steps": 1}
+    trainer, net, data, _ = replace(case, trainer={**logs, **case.trainer}).make()
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    (ending,) = (each for each in callbacks if isinstance(each, EndsAt))
     with captured_log("lightning.pytorch.utilities.rank_zero", 20) as messages:
         try:
-            trainer.fit(net, Data(), ckpt_path=run.ckpt_path)
+            trainer.fit(net, **data, ckpt_path=case.ckpt_path)
         except SystemExit:  # of a preemption, or Lightning's at a KeyboardInterrupt
-            assert {run.kill_at, run.signal_at} != {-1}
+            assert {ending.kill_at, ending.signal_at} != {-1}
     comm.barrier()
+    saving = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
     file = Path(logger.log_dir) / "metrics.csv"
     rows = [line.split(",") for line in file.read_text().splitlines()] if file.exists() else []
     rows = rows if rows and "loss" in rows[0] else []
     columns = [rows[0].index(name) for name in ("step", "loss")] if rows else []
     return Ended(
         trainer.global_step,
-        watch.last,
-        sorted(path.name for path in run.folder.glob("[!.]*")),
+        ending.last,
+        sorted(path.name for path in Path(case.root, "kept").glob("[!.]*")),
         [Path(callback.best_model_path).name for callback in saving],
         [sorted(Path(path).name for path in callback.best_k_models) for callback in saving],
         digests(net),
@@ -157,20 +165,30 @@ def fit(run: ScoredRun) -> Ended:
     )
 
 
-def fits(*runs: ScoredRun) -> list[Ended]:
-    return [fit(run) for run in runs]
+def fits_scored(*cases: FitCase) -> list[Ended]:
+    return [fit_scored(case) for case in cases]
+
+
+def resumed(case: FitCase, name: str, **changes: Any) -> FitCase:
+    """Return a fit that resumes from a save and is not ended."""
+    path = name if name == "last" else str(Path(case.root, "kept", name))
+    _, *others = case.callbacks
+    ending = partial(EndsAt, Path(case.root, "kept", "last.ckpt"))
+    return replace(case, **{"ckpt_path": path, "callbacks": (ending, *others), **changes})
 
 
 @pytest.mark.parametrize("kill_at", [2, 4], ids=["a link", "a separate checkpoint"])
 def test_last_follows_a_resumed_run(kill_at: int, worlds: Pools, tmp_path: Path) -> None:
     """The best was before the resume, so that no later save is kept among the best."""
     options = {"monitor": "score", "save_top_k": 1, "save_last": "link", "filename": "{step}"}
-    run = ScoredRun(str(tmp_path / "whole"), (options,), (4.0, 3.0, 2.0, 1.0))
-    killed = replace(run, root=str(tmp_path / "resumed"), kill_at=kill_at)
-    whole, _, resumed = worlds.run(1, partial(fits, run, killed, killed.resumed("last")))[0]
-    assert resumed.last == {step: at for step, at in whole.last.items() if step >= kill_at}
-    assert resumed.kept == whole.kept == ["last.ckpt", "step=2.ckpt"]
-    assert (resumed.best, resumed.weights) == (whole.best, whole.weights)
+    scores = (4.0, 3.0, 2.0, 1.0)
+    run = scored(tmp_path / "whole", scores, options)
+    killed = scored(tmp_path / "resumed", scores, options, kill_at=kill_at)
+    runs = (run, killed, resumed(killed, "last"))
+    whole, _, again = worlds.run(1, partial(fits_scored, *runs))[0]
+    assert again.last == {step: at for step, at in whole.last.items() if step >= kill_at}
+    assert again.kept == whole.kept == ["last.ckpt", "step=2.ckpt"]
+    assert (again.best, again.weights) == (whole.best, whole.weights)
 
 
 @pytest.mark.parametrize("is_killed_between", [True, False])
@@ -181,22 +199,24 @@ def test_each_callback_has_its_own_save_after_a_resume_from_the_firsts(
     common = {"save_on_train_epoch_end": at_epoch_end}
     first = {"filename": "first-{step}", **common}
     second = {"monitor": "score", "filename": "second-{epoch}", "save_top_k": 2, **common}
-    run = ScoredRun(str(tmp_path / "whole"), (first, second), (1.0, 3.0, 2.0))
-    killed = replace(run, root=str(tmp_path / "killed"), kill_at=2 * STEPS_PER_EPOCH)
-    worlds.run(1, partial(fit, killed))
+    scores = (1.0, 3.0, 2.0)
+    run = scored(tmp_path / "whole", scores, first, second)
+    killed = scored(tmp_path / "killed", scores, first, second, kill_at=2 * STEPS_PER_EPOCH)
+    worlds.run(1, partial(fit_scored, killed))
+    folder = tmp_path / "killed" / "kept"
     if is_killed_between:
-        shutil.rmtree(killed.folder / "second-epoch=1.ckpt")
-    before = (killed.folder / "first-step=4.ckpt" / "manifest.json").stat().st_mtime_ns
-    resumed = killed.resumed(str(killed.folder / "first-step=4.ckpt"))
-    remade = killed.resumed(str(killed.folder / "second-epoch=1.ckpt"))
-    runs = (run, resumed, replace(remade, root=str(tmp_path / "again")))
-    for whole, ended, again in worlds.run(1, partial(fits, *runs)):
+        shutil.rmtree(folder / "second-epoch=1.ckpt")
+    before = (folder / "first-step=4.ckpt" / "manifest.json").stat().st_mtime_ns
+    remade = scored(tmp_path / "again", scores, first, second)
+    remade = replace(remade, ckpt_path=str(folder / "second-epoch=1.ckpt"))
+    runs = (run, resumed(killed, "first-step=4.ckpt"), remade)
+    for whole, ended, again in worlds.run(1, partial(fits_scored, *runs)):
         assert ended.best == whole.best == ["first-step=6.ckpt", "second-epoch=1.ckpt"]
         assert ended.tracked == whole.tracked
         # The one that the run was resumed from is kept.
         assert ended.kept == sorted([*whole.kept, "first-step=4.ckpt"])
         assert ended.weights == again.weights == whole.weights
-    made = (killed.folder / "second-epoch=1.ckpt" / "manifest.json").stat().st_mtime_ns
+    made = (folder / "second-epoch=1.ckpt" / "manifest.json").stat().st_mtime_ns
     assert made > before
 
 
@@ -207,41 +227,41 @@ def test_a_preempted_step_is_logged_and_its_due_save_is_made(
     """The message at the end of the run names the path from which it resumes."""
     options = {"filename": "{step}-{loss:.6f}", "every_n_train_steps": 3, "save_top_k": -1}
     options |= {"monitor": "loss", "save_last": "link", "save_on_train_epoch_end": False}
-    run = ScoredRun(str(tmp_path / "whole"), (options,), (1.0, 2.0))
+    run = scored(tmp_path / "whole", (1.0, 2.0), options)
     folder = str(tmp_path / "other") if elsewhere else None
     makes = (partial(PreemptionCheckpoint, dirpath=folder),)
-    ended = replace(run, root=str(tmp_path / "ended"), signal_at=3, callbacks=makes)
+    ended = scored(tmp_path / "ended", (1.0, 2.0), options, signal_at=3, callbacks=makes)
     path = f"{folder}/last-preempted.ckpt" if elsewhere else "last"
-    both = partial(fits, run, ended, ended.resumed(path))
-    whole, preempted, resumed = worlds.run(1, both)[0]
+    both = partial(fits_scored, run, ended, resumed(ended, path))
+    whole, preempted, again = worlds.run(1, both)[0]
     assert f'Start the same command again with ckpt_path="{path}".' in preempted.messages[-1]
     assert preempted.step == 3
-    assert whole.rows == preempted.rows + resumed.rows
+    assert whole.rows == preempted.rows + again.rows
     assert len(preempted.rows) == 3
-    assert [n for n in resumed.kept if n != "last-preempted.ckpt"] == whole.kept
-    assert (resumed.best, resumed.weights) == (whole.best, whole.weights)
+    assert [n for n in again.kept if n != "last-preempted.ckpt"] == whole.kept
+    assert (again.best, again.weights) == (whole.best, whole.weights)
 
 
 def test_a_deferral_that_never_ended_omits_no_later_save(worlds: Pools, tmp_path: Path) -> None:
     """Lightning defers saves before the first score, and with saves at the epoch's end for ever."""
     options = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
     options |= {"monitor": "score", "save_on_train_epoch_end": True}
-    run = ScoredRun(str(tmp_path / "whole"), (options,), (1.0, 2.0))
+    run = scored(tmp_path / "whole", (1.0, 2.0), options)
     makes = (PreemptionCheckpoint,)
-    ended = replace(run, root=str(tmp_path / "ended"), signal_at=3, callbacks=makes)
-    path = str(ended.folder / "last-preempted.ckpt")
-    whole, _, resumed = worlds.run(1, partial(fits, run, ended, ended.resumed(path)))[0]
-    assert [n for n in resumed.kept if n != "last-preempted.ckpt"] == whole.kept
-    assert resumed.tracked == whole.tracked == [["step=3.ckpt", "step=4.ckpt"]]
+    ended = scored(tmp_path / "ended", (1.0, 2.0), options, signal_at=3, callbacks=makes)
+    runs = (run, ended, resumed(ended, "last-preempted.ckpt"))
+    whole, _, again = worlds.run(1, partial(fits_scored, *runs))[0]
+    assert [n for n in again.kept if n != "last-preempted.ckpt"] == whole.kept
+    assert again.tracked == whole.tracked == [["step=3.ckpt", "step=4.ckpt"]]
 
 
 def test_a_preempted_run_resumes_with_a_hook_that_needs_the_batch(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    run = ScoredRun(str(tmp_path), ({"every_n_train_steps": 3},), (1.0, 2.0), kind=LooksAtBatches)
-    ended = replace(run, signal_at=3, callbacks=(PreemptionCheckpoint,))
-    resumed = ended.resumed(str(run.folder / "last-preempted.ckpt"))
-    assert [seen.step for seen in worlds.run(1, partial(fits, ended, resumed))[0]] == [3, 4]
+    made = partial(scored, tmp_path, (1.0, 2.0), {"every_n_train_steps": 3}, kind=LooksAtBatches)
+    ended = made(signal_at=3, callbacks=(PreemptionCheckpoint,))
+    runs = (ended, resumed(ended, "last-preempted.ckpt"))
+    assert [seen.step for seen in worlds.run(1, partial(fits_scored, *runs))[0]] == [3, 4]
 
 
 BY_STEP = {"val_check_interval": 0.5}
@@ -265,14 +285,15 @@ def test_a_stop_by_early_stopping_is_final(
     makes = (partial(EarlyStopping, "score", mode="max", patience=2),)
     saves = {"save_last": "link", "filename": "{step}", **saves}
     scores = (4.0, 3.0, 2.0, 5.0, 6.0)
-    run = ScoredRun(str(tmp_path), (saves,), scores, callbacks=makes, trainer=trainer)
-    again, without = run.resumed("last"), run.resumed("last", callbacks=())
-    whole, resumed, longer = worlds.run(1, partial(fits, run, again, without))[0]
-    assert whole.step == resumed.step == stop
-    assert resumed.kept == whole.kept
+    made = partial(scored, tmp_path, scores, saves, trainer=trainer)
+    run = made(callbacks=makes)
+    runs = (run, resumed(run, "last"), resumed(made(), "last"))
+    whole, again, longer = worlds.run(1, partial(fits_scored, *runs))[0]
+    assert whole.step == again.step == stop
+    assert again.kept == whole.kept
     if not saves.get("every_n_train_steps"):  # otherwise, the callback requests it again
-        assert any("remove EarlyStopping" in text for text in resumed.messages)
-    assert resumed.weights == whole.weights
+        assert any("remove EarlyStopping" in text for text in again.messages)
+    assert again.weights == whole.weights
     assert longer.step == len(scores) * STEPS_PER_EPOCH
 
 
@@ -280,7 +301,7 @@ def test_a_stop_by_early_stopping_is_final(
 def test_another_stop_ends_only_its_run(patience: int, worlds: Pools, tmp_path: Path) -> None:
     """Such as that of a Timer before a job's deadline."""
     makes = (partial(EarlyStopping, "score", mode="max", patience=patience),)
-    run = ScoredRun(str(tmp_path), ({"save_last": "link"},), (1.0, 2.0, 3.0), callbacks=makes)
-    stopped = replace(run, stop_at=STEPS_PER_EPOCH)
-    ended, resumed = worlds.run(1, partial(fits, stopped, stopped.resumed("last")))[0]
-    assert (ended.step, resumed.step) == (2, 6)
+    made = partial(scored, tmp_path, (1.0, 2.0, 3.0), {"save_last": "link"}, callbacks=makes)
+    stopped = made(stop_at=STEPS_PER_EPOCH)
+    ended, again = worlds.run(1, partial(fits_scored, stopped, resumed(stopped, "last")))[0]
+    assert (ended.step, again.step) == (2, 6)

@@ -20,17 +20,9 @@ from lightning.pytorch.callbacks import (
 )
 from typing_extensions import override
 
-from tests.support.fits import FitCase
+from tests.support.fits import FitCase, error_of, fit
 from tests.support.ranks import Pools
-from tests.trainer._recorded_runs import (
-    RecordingNet,
-    RunRecord,
-    error_of,
-    fit,
-    from_step,
-    record,
-    recorded,
-)
+from tests.trainer._recorded_runs import RecordingNet, RunRecord, from_step, record, recorded
 
 pytestmark = pytest.mark.engine
 

@@ -25,7 +25,7 @@ from tests.support.fits import (
 )
 from tests.support.outcome import NOTHING, captured_log, captured_warnings
 from tests.support.ranks import Pools
-from tests.trainer._async_save import AsyncSaveSpec
+from tests.trainer._async_save import async_case, fit_with
 
 pytestmark = pytest.mark.engine
 
@@ -40,9 +40,9 @@ def snapshot(*folders: Path) -> dict[str, bytes]:
 # -- direct saves -------------------------------------------------------------------------------
 
 
-def fit_and_save(run: AsyncSaveSpec, path: str) -> tuple[dict[int, str], int]:
+def fit_and_save(run: FitCase, path: str) -> tuple[dict[int, str], int]:
     """Train and save after step 2; return the errors of saves, by step, and the last step."""
-    actor = run.fit({2: lambda trainer: trainer.save_checkpoint(path)})
+    actor = fit_with(run, {2: lambda trainer: trainer.save_checkpoint(path)})
     return actor.errors, actor.trainer.global_step
 
 
@@ -54,7 +54,7 @@ def test_an_occupied_path_is_refused_by_the_save_call(
     root = tmp_path / "results"
     root.mkdir()
     (root / "table.csv").write_text(MINE)
-    run = AsyncSaveSpec(str(tmp_path / "run"), async_save=async_save)
+    run = async_case(tmp_path / "run", async_save=async_save)
     for errors, last in pools.run(2, partial(fit_and_save, run, str(root))):
         assert list(errors) == [2]
         assert "it contains table.csv" in errors[2]
@@ -104,15 +104,11 @@ class Worse(RegressionNet):
         self.log("val_loss", torch.tensor(-float(self.current_epoch)))
 
 
-def worse(_: FitCase) -> Worse:
-    return Worse()
-
-
 def outcome(case: FitCase) -> dict[str, Any]:
     """Fit; return the last step, the callback's paths, and the messages."""
-    trainer, net, data, _ = replace(case, net=worse).make()
+    trainer, net, data, _ = replace(case, net=Worse.of).make()
     with captured_warnings() as warned, captured_log("lightning_elastic_zero") as logged:
-        trainer.fit(net, data, ckpt_path=case.ckpt_path)
+        trainer.fit(net, **data, ckpt_path=case.ckpt_path)
     callback = trainer.checkpoint_callback
     assert isinstance(callback, ModelCheckpoint)
     return {

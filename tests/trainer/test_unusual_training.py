@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.support.fits import elastic, quiet_trainer
+from tests.support.fits import Watch, elastic, fit, quiet_trainer
 from tests.support.ranks import Pools
 from tests.trainer._recorded_data import IndexedSamples, StatefulLoader, Stream
 from tests.trainer._recorded_runs import (
@@ -22,12 +22,10 @@ from tests.trainer._recorded_runs import (
     RunRecord,
     assert_continued,
     assert_refused,
-    fit,
     from_step,
     record,
     recorded,
     records,
-    trainer_of,
 )
 
 pytestmark = pytest.mark.engine
@@ -240,8 +238,8 @@ def requests_per_batch(kind: type[CountedLoader]) -> list[int]:
     """Return the calls of the loader's ``state_dict`` in each batch except the first and last."""
     loader, counts = kind(Stream(60), batch_size=12), []
     counting = LambdaCallback(on_train_batch_start=lambda *_: counts.append(len(kind.requests)))
-    run = recorded(batch_size=12, epochs=1)
-    trainer_of(run, [counting]).fit(RecordingNet(run), loader)
+    trainer, net, _, _ = recorded(epochs=1, watch=Watch).make(counting)
+    trainer.fit(net, loader)
     return [after - before for before, after in pairwise(counts[1:])]
 
 

@@ -9,31 +9,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import torchmetrics
-from deepspeed import comm
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tests.support.fits import FitCase
 from tests.support.ranks import Pools
-from tests.trainer._recorded_data import IndexedSamples
-from tests.trainer._recorded_runs import (
-    EventRecorder,
-    RecordingNet,
-    RunRecord,
-    from_step,
-    gather_record,
-    loaders_of,
-    recorded,
-    trainer_of,
-)
+from tests.trainer._recorded_runs import RecordingNet, RunRecord, from_step, recorded
 
 pytestmark = pytest.mark.engine
-
-RUN = recorded(length=96, epochs=3, global_batch=None, batch_size=2, validate=True, dropout=0.2)
-"""Without a global batch, so that integer intervals count micro-batches: 24 per epoch and rank."""
 
 
 def _processed_batches(trainer: pl.Trainer) -> int:
@@ -44,8 +28,8 @@ def _processed_batches(trainer: pl.Trainer) -> int:
 class Counter(Callback):
     """Counts validations, saves in a validation or after a micro-batch, and ends a run early."""
 
-    def __init__(self, root: str, saves_at: int, saves_in: str, dies_at: int) -> None:
-        self.path = f"{root}/mine.ckpt"
+    def __init__(self, path: Path, saves_at: int, saves_in: str, dies_at: int) -> None:
+        self.path = path
         self.saves_at, self.saves_in, self.dies_at = saves_at, saves_in, dies_at
         self.began, self.ended = 0, 0
 
@@ -93,29 +77,58 @@ class Net(RecordingNet):
         self.validated.update(self.loss(batch[0]).mean())
 
 
-@dataclass(frozen=True)
-class Case:
-    accumulate: int
-    interval: int
-    saves_at: int
-    """Micro-batches after which the first run saves."""
-    saves_in: str = "training"
-    dies_at: int = 0
-    """Micro-batches after which the first run ends; 0: as soon as it has saved."""
-    every_n_epochs: int | None = 1
-    patience: int = 4
-    min_epochs: int | None = None
-    by_steps: bool = False
-    """A third ModelCheckpoint saves after each step, as soon as the metric exists."""
+def in_window(
+    root: Path,
+    *,
+    dies_at: int = -1,
+    accumulate: int = 4,
+    interval: int = 6,
+    saves_at: int = 8,
+    saves_in: str = "training",
+    every_n_epochs: int | None = 1,
+    patience: int = 4,
+    min_epochs: int | None = None,
+    by_steps: bool = False,
+) -> FitCase:
+    """Return a fit without a global batch, so that integer intervals count micro-batches.
 
-    def run(self, root: Path) -> FitCase:
-        trainer = {
-            "accumulate_grad_batches": self.accumulate,
-            "val_check_interval": self.interval,
-            "check_val_every_n_epoch": self.every_n_epochs,
-            "min_epochs": self.min_epochs,
-        }
-        return replace(RUN, root=str(root), trainer=trainer)
+    Args:
+        root: folder of its saves.
+        dies_at: micro-batches after which it ends.
+        accumulate: micro-batches per step; an epoch has 24 on each rank.
+        interval: micro-batches between validations.
+        saves_at: micro-batches after which it saves.
+        saves_in: ``"training"``, or the ``"validation"`` then.
+        every_n_epochs: ``check_val_every_n_epoch`` of the Trainer.
+        patience: validations until ``EarlyStopping``.
+        min_epochs: of the Trainer.
+        by_steps: whether a third ModelCheckpoint saves after each step, once the metric exists.
+    """
+    saves = partial(ModelCheckpoint, root, monitor="val", save_top_k=3)
+    third = partial(saves, filename="third {step}", every_n_train_steps=1, save_top_k=-1)
+    fixed = {"save_last": True, "enable_version_counter": False}
+    return recorded(
+        root=str(root),
+        length=96,
+        epochs=3,
+        global_batch=None,
+        validate=True,
+        dropout=0.2,
+        net=Net,
+        callbacks=(
+            partial(EarlyStopping, "val", patience=patience, min_delta=100.0),
+            partial(Counter, root / "mine.ckpt", saves_at, saves_in, dies_at),
+            *([third] if by_steps else []),
+            partial(saves, filename="first {step}"),
+            partial(saves, filename="second {step}", mode="max", **fixed),
+        ),
+        trainer={
+            "accumulate_grad_batches": accumulate,
+            "val_check_interval": interval,
+            "check_val_every_n_epoch": every_n_epochs,
+            "min_epochs": min_epochs,
+        },
+    )
 
 
 @dataclass(frozen=True)
@@ -129,49 +142,45 @@ class Decisions:
     validated: float
 
 
-def decided(case: Case, run: FitCase, dies_at: int = -1) -> Decisions | None:
-    pl.seed_everything(run.seed, workers=True, verbose=False)
-    torch.manual_seed(run.seed + comm.get_rank())
-    net, watch = Net(run), EventRecorder(run)
-    counter = Counter(run.root, case.saves_at, case.saves_in, dies_at)
-    stopping = EarlyStopping("val", patience=case.patience, min_delta=100.0)
-    made = partial(ModelCheckpoint, run.root, monitor="val", save_top_k=3)
-    saves = [
-        made(filename="first {step}"),
-        made(filename="second {step}", mode="max", save_last=True, enable_version_counter=False),
-    ]
-    if case.by_steps:
-        saves.insert(0, made(filename="third {step}", every_n_train_steps=1, save_top_k=-1))
-    trainer = trainer_of(run, [stopping, counter, watch, *saves])
-    val = DataLoader(IndexedSamples(8, 0.0), batch_size=2)
+def decided(run: FitCase) -> Decisions | None:
+    """Fit; return nothing if the run has died."""
+    made = run.make()
     try:
-        trainer.fit(net, loaders_of(run), val, ckpt_path=run.ckpt_path)
+        made.trainer.fit(made.net, **made.data, ckpt_path=run.ckpt_path)
     except KeyError:
         return None
+    stopping, counter, *others = made.trainer.callbacks  # type: ignore[attr-defined]
+    saves = [each for each in others if isinstance(each, ModelCheckpoint)]
     return Decisions(
-        gather_record(trainer, net, watch),
+        made.watch.seen(made, []),
         (counter.began, counter.ended),
         {k: float(v) for k, v in stopping.state_dict().items() if not isinstance(v, str | None)},
         [{Path(p).name: float(s) for p, s in each.best_k_models.items()} for each in saves],
-        {name: float(value) for name, value in trainer.callback_metrics.items()},
-        float(net.validated.compute()),
+        {name: float(value) for name, value in made.trainer.callback_metrics.items()},
+        float(made.net.validated.compute()),
     )
 
 
-CASES = {
-    "after one": Case(4, 6, 8),
-    "over epochs": Case(4, 6, 8, every_n_epochs=None),
-    "at a step and inside": Case(4, 2, 8, "validation", dies_at=9),
-    "before it": Case(4, 6, 4),
-    "several in a window": Case(8, 3, 8),
-    "a save that waits for it": Case(4, 6, 4, by_steps=True),
-    "a stop that waits for min_epochs": Case(4, 18, 44, patience=1, min_epochs=2),
+CASES: dict[str, dict[str, Any]] = {
+    "after one": {},
+    "over epochs": {"every_n_epochs": None},
+    "at a step and inside": {"interval": 2, "saves_in": "validation", "dies_at": 9},
+    "before it": {"saves_at": 4},
+    "several in a window": {"accumulate": 8, "interval": 3},
+    "a save that waits for it": {"saves_at": 4, "by_steps": True},
+    "a stop that waits for min_epochs": {
+        "interval": 18,
+        "saves_at": 44,
+        "patience": 1,
+        "min_epochs": 2,
+    },
 }
+"""Fields of each fit; ``dies_at``: of the one that is resumed, by default as soon as it saves."""
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_decisions_are_those_of_an_uninterrupted_run(
-    case: Case, worlds: Pools, tmp_path: Path
+    case: dict[str, Any], worlds: Pools, tmp_path: Path
 ) -> None:
     reference, seen = reference_and_resumed(case, worlds, tmp_path)
     assert seen.counted == reference.counted
@@ -183,7 +192,7 @@ def test_decisions_are_those_of_an_uninterrupted_run(
     assert seen.record.steps == from_step(reference.record.steps, first)
     assert seen.record.losses == from_step(reference.record.losses, first)
     # Otherwise, the interrupted run has also saved after the checkpoint.
-    if case.dies_at == 0:
+    if "dies_at" not in case:
         assert seen.best == reference.best
         names = [
             sorted(p.name for p in (tmp_path / folder).glob("*.ckpt"))
@@ -198,7 +207,7 @@ def test_a_validation_in_a_repeated_window_is_counted_twice(
     saves_in: str, worlds: Pools, tmp_path: Path
 ) -> None:
     """Saved at its end, or before it in the same window: the weights are those of the step."""
-    case = Case(4, 6, 6, saves_in, dies_at=7, patience=99)
+    case = {"saves_at": 6, "saves_in": saves_in, "dies_at": 7, "patience": 99}
     reference, seen = reference_and_resumed(case, worlds, tmp_path)
     more = 1 if saves_in == "validation" else 0
     assert seen.counted == (reference.counted[0] + more, reference.counted[1] + more)
@@ -207,14 +216,17 @@ def test_a_validation_in_a_repeated_window_is_counted_twice(
     assert seen.record.steps == from_step(reference.record.steps, first)
 
 
-def reference_and_resumed(case: Case, worlds: Pools, folder: Path) -> tuple[Decisions, Decisions]:
+def reference_and_resumed(
+    case: dict[str, Any], worlds: Pools, folder: Path
+) -> tuple[Decisions, Decisions]:
     """Return an uninterrupted run, and one that is resumed from the save of a run that ended."""
-    (reference, *_) = worlds.run(2, partial(decided, case, case.run(folder / "whole")))
+    lives = {**case, "dies_at": -1}
+    (reference, *_) = worlds.run(2, partial(decided, in_window(folder / "whole", **lives)))
     root = folder / "resumed"
-    dies_at = case.dies_at or case.saves_at
-    assert worlds.run(2, partial(decided, case, case.run(root), dies_at)) == [None, None]
-    again = replace(case.run(root), ckpt_path=str(root / "mine.ckpt"))
-    (seen, *_) = worlds.run(2, partial(decided, case, again))
+    dying = in_window(root, **{"dies_at": case.get("saves_at", 8), **case})
+    assert worlds.run(2, partial(decided, dying)) == [None, None]
+    again = replace(in_window(root, **lives), ckpt_path=str(root / "mine.ckpt"))
+    (seen, *_) = worlds.run(2, partial(decided, again))
     assert reference is not None
     assert seen is not None
     return reference, seen
