@@ -93,7 +93,7 @@ def meet(port: int, ranks: range) -> list[int]:
 
 
 def test_successive_worlds_agree_on_new_ports(port: int) -> None:
-    found = [meet(port, range(world)) for world in (3, 3, 2, 4, 1, 3)]
+    found = [meet(port, range(world)) for world in (3, 3, 2)]
     assert all(len(set(of_world)) == 1 for of_world in found)
     assert len({of_world[0] for of_world in found}) == len(found)
 

@@ -359,8 +359,8 @@ class TestResults:
 
         counting = watched(store, lambda name: calls.update([name]))
         leader = Leader(counting, size, Timeouts(), lambda: now_s[0])
+        here = ProcessKey.of_this_process()
         for rank in range(size):
-            here = ProcessKey.of_this_process()
             beat = Heartbeat(1, 1, "run_all", "write", "working", 0, here)
             store.set(f"beat/{rank}", beat.packed())
             store.append(ROLL, roll_entry(rank))  # type: ignore[attr-defined] # stubs lack it

@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from lightning_elastic_zero.core.manifest import FileEntry
+from lightning_elastic_zero.storage import node_http
 from lightning_elastic_zero.storage.file_write import ChecksummedWriter
 from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState
 from lightning_elastic_zero.storage.node_http import NodeServer, Peer
 from lightning_elastic_zero.storage.node_store import JoinedFolder, NodeStore
 from lightning_elastic_zero.storage.paths import NODES, StorePath
+from tests.support.processes import STOP_POLL_S
 
 KEY, TOKEN, WORLD = "tests/run", "secret", "world-1"
 SAVE = "a" * 32
@@ -48,7 +52,9 @@ def make_nodes(folder: Path, count: int, copies: int = 2) -> Iterator[list[Node]
         each.make()
         with each.locked():
             each.set_state(NodeState(worlds=(WORLD,), fence=WORLD))
-        servers.append(NodeServer("127.0.0.1", each, TOKEN, WORLD))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(node_http, "_POLL_S", STOP_POLL_S)
+            servers.append(NodeServer("127.0.0.1", each, TOKEN, WORLD))
         servers[-1].start()
     nodes = []
     for n in range(count):

@@ -16,9 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from urllib.parse import unquote
+
+from tests.support.processes import STOP_POLL_S
 
 HOP_BY_HOP = {"connection", "expect", "keep-alive", "proxy-connection", "transfer-encoding"}
 
@@ -131,7 +134,8 @@ class FaultProxy:
         handler = type("Handler", (_Handler,), {"proxy": self})
         self._server = _Server(("127.0.0.1", 0), handler)
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        serve = partial(self._server.serve_forever, STOP_POLL_S)
+        self._thread = threading.Thread(target=serve, daemon=True)
 
     def __enter__(self) -> FaultProxy:
         """Start serving."""

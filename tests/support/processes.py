@@ -63,6 +63,9 @@ def _mapped() -> set[str]:
 HANG_TIMEOUT_S = 900.0
 """A call on ranks or a process that takes longer hangs."""
 
+STOP_POLL_S = 0.01
+"""Interval at which a server checks whether it was stopped; by default, each stop takes 0.5 s."""
+
 PROMPT_TIMEOUT_S = 300.0
 """Far below the half hour that torch's collectives wait, and that invariant 3 rules out.
 

@@ -21,6 +21,7 @@ from lightning_elastic_zero.trainer.preemption import (
     notice_of,
     url_notice,
 )
+from tests.support.processes import STOP_POLL_S
 
 TOKEN = "a-token"  # noqa: S105 - of this server alone
 
@@ -59,7 +60,8 @@ def metadata_server() -> Iterator[tuple[str, type[Metadata]]]:
     """Run a server; yield its address, and the class whose ``preempted`` it answers with."""
     handler = type("Asked", (Metadata,), {})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        serve = partial(server.serve_forever, STOP_POLL_S)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}", handler
@@ -118,7 +120,8 @@ class Garbage(BaseHTTPRequestHandler):
 
 def test_an_invalid_answer_is_not_a_notice() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Garbage) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        serve = partial(server.serve_forever, STOP_POLL_S)
+        threading.Thread(target=serve, daemon=True).start()
         assert not url_notice(f"http://127.0.0.1:{server.server_port}/x")
         server.shutdown()
 
