@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections import defaultdict
 from hashlib import sha256
 from operator import itemgetter
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 from tests.support.devices import DEVICE, KINDS, SHARED, chosen_device
 from tests.support.processes import remove_shared_memory
 from tests.support.tables import TABLES
-
-pytest_plugins = ["tests.support.fixtures"]
 
 ASKED_FOR = ("essential", "long", "gpu", "releases")
 """Cases with these markers are not subject to the limits of ``engine`` and ``cases``."""
@@ -48,6 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the device; make Hypothesis generate the same examples each time, unless seeded."""
     gc.disable()  # Imports free nothing; collections take a tenth of their time.
+    if hasattr(config, "workerinput") or not config.getoption("tx", None):
+        # The controller of pytest-xdist runs no test: it would import torch before its workers do.
+        config.pluginmanager.import_plugin("tests.support.fixtures")
     config.stash[DEVICE] = chosen_device(config.getoption("--device"))
     config.stash[SHARED] = config.getoption("--share-gpu")
     unseeded = config.getoption("--hypothesis-seed") is None
@@ -101,15 +100,6 @@ def _count(test: pytest.Item) -> int | None:
     if marker := test.get_closest_marker("cases"):
         return int(marker.args[0])
     return 1 if test.get_closest_marker("engine") else None
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed the random generators, so that tests do not depend on their order; skip GPU tests."""
-    seed = int(item.config.getoption("--hypothesis-seed") or 0)
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if item.config.stash[DEVICE] == "cpu" and item.get_closest_marker("gpu"):
-        pytest.skip("needs a CUDA device")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

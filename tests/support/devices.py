@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.fork_server import Placement
 from tests.support.processes import HANG_TIMEOUT_S, free_port
@@ -28,6 +27,8 @@ def chosen_device(requested: str | None) -> str:
     requested = requested or os.environ.get("DS_ACCELERATOR")
     if requested == "cpu":
         return requested
+    import torch
+
     if torch.cuda.is_available():
         return "cuda"
     if requested == "cuda":
@@ -41,6 +42,8 @@ def chosen_device(requested: str | None) -> str:
 
 def skip_without_devices(placement: Placement, world: int) -> None:
     """Skip a test whose ranks would share a GPU, which NCCL refuses."""
+    import torch
+
     if placement.backend == "nccl" and world > (count := torch.cuda.device_count()):
         pytest.skip(f"NCCL needs one GPU per rank: {world} ranks, {count} GPUs (try --share-gpu)")
 

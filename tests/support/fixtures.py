@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, TypeAlias, TypeVar
 
 import pytest
+import torch
 
 from tests.support.checkpoints import Saved, train_and_save
 from tests.support.devices import DEVICE, SHARED, DeviceRanks, skip_without_devices
@@ -30,6 +34,15 @@ T = TypeVar("T")
 OnDevice: TypeAlias = Callable[[int, Callable[[], T]], list[T]]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed the random generators, so that tests do not depend on their order; skip GPU tests."""
+    seed = int(item.config.getoption("--hypothesis-seed") or 0)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if item.config.stash[DEVICE] == "cpu" and item.get_closest_marker("gpu"):
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def seed(pytestconfig: pytest.Config) -> int:
     """Return the seed of random choices."""
@@ -38,8 +51,9 @@ def seed(pytestconfig: pytest.Config) -> int:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """Yield the process that all ranks are forked from."""
-    server = ForkServer()
+    """Yield the process that all ranks are forked from, also those of pytest-xdist's workers."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    server = ForkServer(shared=Path(gettempdir(), f"ez-ranks-{run}") if run else None)
     yield server
     server.close()
 

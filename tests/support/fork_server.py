@@ -14,20 +14,23 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 
+READY = "ready"
+
 
 def connect(path: str) -> Connection:
-    client = socket.socket(socket.AF_UNIX)
-    client.connect(path)
-    return Connection(client.detach())
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+        return Connection(client.detach())
 
 
 IMPORTED = (
@@ -52,7 +55,8 @@ They must not start threads.
 
 @dataclass(frozen=True)
 class WorldRequest:
-    name: str
+    path: str
+    """Of the socket that ranks connect to; the beginning of those of their logs."""
     world: int
     port: int
 
@@ -76,7 +80,11 @@ class ImportRequest:
     modules: tuple[str, ...]
 
 
-def main(folder: str) -> None:
+def main(listening: str) -> None:
+    """Serve sessions of several processes, until the last one ends.
+
+    ``listening``: the descriptor of the socket to which they connect.
+    """
     gc.disable()  # Imports free nothing; collections take a tenth of their time.
     _cache_facts()
     import torch
@@ -97,30 +105,47 @@ def main(folder: str) -> None:
     gc.freeze()  # Collections, which are frequent, need not traverse the imported modules.
     gc.enable()
     signal.signal(signal.SIGCHLD, _reap)
-    session = connect(f"{folder}/nursery")
-    session.send(os.getpid())
-    while True:
-        try:
-            request = session.recv()
-        except EOFError:
-            return
-        if isinstance(request, ProgramRequest):
+    listener = socket.socket(fileno=int(listening))
+    sessions = [_accepted(listener)]
+    while sessions:
+        ready = wait([listener, *sessions])
+        for session in [each for each in sessions if each in ready]:
+            try:
+                session.send(_answer(session.recv(), (listener, *sessions)))
+            except (EOFError, OSError):
+                session.close()
+                sessions.remove(session)
+        if listener in ready:
+            sessions.append(_accepted(listener))
+    os.killpg(0, signal.SIGKILL)  # Also ranks that do not end.
+
+
+def _accepted(listener: socket.socket) -> Connection:
+    session = Connection(listener.accept()[0].detach())
+    session.send(READY)
+    return session
+
+
+def _answer(request: object, open_here: Sequence[Connection | socket.socket]) -> object:
+    """Do what a session requests; forked processes close the connections that are open here."""
+    match request:
+        case ProgramRequest():
             pid = _fork_program(request)
             if not pid:
-                session.close()
+                for each in open_here:
+                    each.close()
                 _exit(_status_of(request))
-            session.send(pid)
-        elif isinstance(request, ImportRequest):
-            for module in request.modules:
+            return pid
+        case ImportRequest(modules):
+            for module in modules:
                 importlib.import_module(module)
             gc.freeze()
-            session.send(None)
-        elif isinstance(request, StatusRequest):
-            session.send(_STATUSES.get(request.pid))
-        else:
-            path = f"{folder}/{request.name}"
-            ranks = range(request.world)
-            session.send([_fork(path, rank, request.world, request.port) for rank in ranks])
+            return None
+        case StatusRequest(pid):
+            return _STATUSES.get(pid)
+        case WorldRequest(path, world, port):
+            return [_fork(path, rank, world, port, open_here) for rank in range(world)]
+    raise TypeError(request)
 
 
 OPERATORS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
@@ -205,7 +230,9 @@ def _exit(status: int) -> None:
     os._exit(status)
 
 
-def _fork(path: str, rank: int, world: int, port: int) -> int:
+def _fork(
+    path: str, rank: int, world: int, port: int, open_here: Sequence[Connection | socket.socket]
+) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -213,6 +240,8 @@ def _fork(path: str, rank: int, world: int, port: int) -> int:
         return pid
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for each in open_here:
+            each.close()
         log = os.open(f"{path}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -6,9 +6,10 @@ world size has its own processes. They are forked from one process that has impo
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
-import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -106,29 +107,35 @@ class Program:
 
 
 class ForkServer:
-    """The process that has imported all modules, started with the first world."""
+    """A session with a process that has imported all modules, which the first session starts."""
 
-    def __init__(self, deepspeed: Path | None = None) -> None:
-        """Use the installed DeepSpeed, or the one in a folder, with its own compiled operators."""
+    def __init__(self, deepspeed: Path | None = None, shared: Path | None = None) -> None:
+        """Choose the server.
+
+        Args:
+            deepspeed: folder of a DeepSpeed with its own compiled operators; default: the
+                installed one.
+            shared: folder of the server, for sessions of several processes.
+        """
         self._deepspeed = deepspeed
         self._folder = tempfile.TemporaryDirectory(prefix="ez-ranks-")
+        self._of_server = shared or Path(self._folder.name)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._worlds = 0
 
     def start(self, world: int) -> World:
-        connection = self._connection or self._start_process()
-        folder = Path(self._folder.name)
+        connection = self._connection or self._connect()
         self._worlds += 1
-        name = f"{self._worlds}-of-{world}"
-        logs = tuple(folder / f"{name}.{rank}.log" for rank in range(world))
-        with listening(folder / name) as listener:
-            connection.send(fork_server.WorldRequest(name, world, free_port()))
+        path = f"{self._folder.name}/{self._worlds}-of-{world}"
+        logs = tuple(Path(f"{path}.{rank}.log") for rank in range(world))
+        with listening(Path(path)) as listener:
+            connection.send(fork_server.WorldRequest(path, world, free_port()))
             pids = tuple(connection.recv())
             return joined_world(listener, pids, logs)
 
     def start_program(self, call: Callable[[], object], folder: Path, name: str) -> Program:
-        connection = self._connection or self._start_process()
+        connection = self._connection or self._connect()
         stdout, stderr = folder / f"{name}.out", folder / f"{name}.err"
         connection.send(
             fork_server.ProgramRequest(pickle.dumps(call), str(ROOT), str(stdout), str(stderr))
@@ -136,44 +143,55 @@ class ForkServer:
         return Program(connection, int(connection.recv()), stdout, stderr)
 
     def import_modules(self, *modules: str) -> None:
-        connection = self._connection or self._start_process()
+        connection = self._connection or self._connect()
         connection.send(fork_server.ImportRequest(modules))
         connection.recv()
 
     def close(self) -> None:
-        if self._process is not None and self._connection is not None:
+        """End the session; the one that started the server waits for the last one."""
+        if self._connection is not None:
             self._connection.close()
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process is not None:
             self._process.wait()
+            shutil.rmtree(self._of_server, ignore_errors=True)
         self._folder.cleanup()
 
-    def _start_process(self) -> Connection:
-        folder = Path(self._folder.name)
-        variables = environment()
+    def _connect(self) -> Connection:
+        folder = self._of_server
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                session = fork_server.connect(str(folder / "sessions"))
+            except (FileNotFoundError, ConnectionRefusedError):
+                self._process = self._started()
+                session = fork_server.connect(str(folder / "sessions"))
+        try:
+            assert session.poll(HANG_TIMEOUT_S), "the fork server hangs"
+            assert session.recv() == fork_server.READY
+        except (EOFError, OSError) as error:
+            text = (folder / "server.log").read_text(errors="replace")
+            raise AssertionError(text) from error
+        self._connection = session
+        return session
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        folder, variables = self._of_server, environment()
         if self._deepspeed is not None:
             paths = (str(self._deepspeed), variables["PYTHONPATH"])
             variables["PYTHONPATH"] = os.pathsep.join(paths)
             variables["TORCH_EXTENSIONS_DIR"] = str(self._deepspeed / "torch_extensions")
-        with listening(folder / "nursery") as listener, (folder / "nursery.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, fork_server.__file__, str(folder)],
+        with listening(folder / "sessions") as listener, (folder / "server.log").open("wb") as log:
+            listener.setblocking(True)
+            return subprocess.Popen(
+                [sys.executable, fork_server.__file__, str(listener.fileno())],
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=[listener.fileno()],
             )
-            exited = os.pidfd_open(self._process.pid)
-            ready, *_ = select.select([listener.fileno(), exited], [], [], HANG_TIMEOUT_S)
-            os.close(exited)
-            if listener.fileno() not in ready:
-                self._process.kill()
-                self._process.wait()
-                raise AssertionError((folder / "nursery.log").read_text(errors="replace"))
-            self._connection = _accept(listener)
-            assert self._connection.recv() == self._process.pid
-        return self._connection
 
 
 class RankServer(Protocol):
