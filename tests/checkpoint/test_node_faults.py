@@ -111,6 +111,7 @@ def test_a_killed_rank_loses_no_acknowledged_save(
         runs.check(1, 0)
 
 
+@pytest.mark.long
 def test_two_neighbours_may_be_lost_with_three_copies(runs: Runs) -> None:
     runs.run(0, 1, 2, 3, copies=3)
     runs.nodes.lose(1, 2)
@@ -146,9 +147,8 @@ def test_tools_tell_files_of_other_nodes_from_damaged_ones(
     assert "DAMAGED" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param("TORCHELASTIC_RESTART_COUNT", marks=LONG), "JOBSET_RESTART_ATTEMPT"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["TORCHELASTIC_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"])
 def test_a_restart_on_empty_nodes_warns(runs: Runs, launcher: str) -> None:
     """Once, on rank 0, also if only another rank's launcher knows of it."""
     warning = "none of the nodes here (disk-0, disk-1) has a checkpoint. The job was restarted"
@@ -160,6 +160,7 @@ def test_a_restart_on_empty_nodes_warns(runs: Runs, launcher: str) -> None:
     assert [error.count(warning) for error in runs.errors] == [1, 0]
 
 
+@pytest.mark.long
 def test_an_older_checkpoint_than_that_of_lost_nodes_is_named(runs: Runs) -> None:
     shared = runs.nodes.root / "shared"
     runs.run(0, 1, shared=str(shared))
@@ -219,6 +220,7 @@ def test_a_missing_node_is_named_if_all_have_the_same_host_name(runs: Runs) -> N
     assert f"are missing: gpu (folder {state['node'][:8]})\n" in runs.errors[0]
 
 
+@pytest.mark.long
 def test_a_fresh_node_does_not_change_the_number_of_copies(runs: Runs) -> None:
     runs.run(0, 1, copies=1)
     runs.run(0, 1, 2, copies=None)
@@ -306,7 +308,8 @@ def test_a_loopback_address_of_one_of_several_machines_is_refused(
         nodes_module._own_address(replace(alone, boots=("one", "other")))
 
 
-@pytest.mark.parametrize("damaged", [0, pytest.param(1, marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("damaged", [0, 1])
 def test_a_damaged_name_is_replaced_by_an_intact_one(runs: Runs, damaged: int) -> None:
     runs.run(0, 1)
     name = runs.nodes.path(damaged, f"step-{runs.saved}/manifest.json")

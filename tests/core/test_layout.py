@@ -455,7 +455,7 @@ def test_the_planned_model_has_70_billion_parameters() -> None:
     assert len(manifest.buffers) > 2
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("ranks", "layers", "hidden"), GROWTH)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_plan_does_not_grow_with_the_cluster(
@@ -471,7 +471,7 @@ def test_a_plan_does_not_grow_with_the_cluster(
     assert len(plan.transfers) <= (2 * len(table) if stage == 3 else 60)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.long
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(("saved_stage", "stage"), CASES)
 def test_one_rank_plans_within_200_mb(saved_stage: int, stage: int, rank: int) -> None:
@@ -497,7 +497,7 @@ def test_only_ranks_with_the_same_part_are_read(rank: int) -> None:
         assert len(plan.transfers) <= transfers
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @pytest.mark.parametrize("rank", RANKS)
 def test_plans_across_stages_are_minimal(rank: int) -> None:
     """From ZeRO-2 to 3 a piece is at most two runs; from 3 to 2, one per saved rank."""

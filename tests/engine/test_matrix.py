@@ -122,8 +122,8 @@ def setup_of(zero: str, world: int, precision: str, knob: str) -> EngineCase:
 
 EACH_STAGE = [
     (setup_of("0", 2, "fp32", "plain"), setup_of("3", 3, "bf16", "order")),
-    (setup_of("3", 4, "bf16", "tiny"), setup_of("2", 2, "fp32", "aligned")),
-    (setup_of("2", 1, "fp32", "offload"), setup_of("B", 4, "bf16", "buckets")),
+    (setup_of("3", 3, "bf16", "tiny"), setup_of("2", 2, "fp32", "aligned")),
+    (setup_of("2", 1, "fp32", "offload"), setup_of("B", 3, "bf16", "buckets")),
     (setup_of("B", 3, "bf16", "plain"), setup_of("1", 1, "bf16", "order")),
     (setup_of("1", 2, "bf16", "huge"), setup_of("0", 3, "bf16", "plain")),
 ]

@@ -24,6 +24,7 @@ def goodput(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("goodput")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stall_s", "save_s"), [(0.5, 0.5), (0.1, 3.0)])
 @pytest.mark.parametrize("period_s", [1.0, 5.0, 40.0])
 def test_theory_is_the_mean_of_many_kills(

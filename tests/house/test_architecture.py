@@ -121,9 +121,12 @@ def names_imported(node: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in names)
         case ast.ImportFrom(module=str(module), names=names):
             yield from (f"{module}.{alias.name}" for alias in names)
-        case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
-            if ast.unparse(function).split(".")[-1] in {"import_module", "__import__"}:
-                yield name
+        case ast.Call(
+            func=ast.Attribute(attr="import_module" | "__import__")
+            | ast.Name(id="import_module" | "__import__"),
+            args=[ast.Constant(value=str(name)), *_],
+        ):
+            yield name
         case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
             yield "torch.distributed"
 

@@ -200,7 +200,10 @@ def calls_in(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
             yield function, ast.unparse(node)
         case ast.Call(func=ast.Name(id=name)) if name in REMOVING and name != "replace":
             yield function, name
-        case ast.Call(func=called) if ast.unparse(called).split(".")[-1] in {"open", "fdopen"}:
+        case (
+            ast.Call(func=ast.Name(id="open" | "fdopen") as called)
+            | ast.Call(func=ast.Attribute(attr="open" | "fdopen") as called)
+        ):
             if may_write(node):
                 yield function, f"{ast.unparse(called)} to write"
     for child in ast.iter_child_nodes(node):

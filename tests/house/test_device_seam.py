@@ -16,6 +16,8 @@ BY_NAME = {"get_device_module", "getattr", "import_module", "__import__"}
 
 def cuda_names(text: str) -> list[str]:
     """Return the uses of ``torch.cuda`` (also by a text) and ``is_cuda`` in a program."""
+    if "cuda" not in text:
+        return []
     tree = ast.parse(text)
     constants = {name for node in ast.walk(tree) for name in _bound_to_cuda(node)}
     found = []

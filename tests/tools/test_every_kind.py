@@ -354,7 +354,7 @@ def check_kind(kind: Kind, tmp_path: Path, run: Run) -> None:
     assert sorted(p.name for p in out.iterdir()) == wanted
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", [*KINDS, *FOREIGN], ids=names_of)
 def test_every_verb_reads_each_kind(kind: Kind, tmp_path: Path, run: Run) -> None:
     check_kind(kind, tmp_path, run)
@@ -426,7 +426,7 @@ NOT_ALONE = {"universal-beside", "two-tags", "stale2", "stale3"}
 ALONE = [kind for kind in FOREIGN if kind.name not in NOT_ALONE]
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", [*KINDS, *ALONE], ids=names_of)
 def test_a_missing_file_is_named(kind: Kind, tmp_path: Path, run: Run) -> None:
     path = kind.make(tmp_path)

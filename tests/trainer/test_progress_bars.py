@@ -172,6 +172,7 @@ def test_a_long_save_is_shown_and_leaves_no_trace(within: Callable[..., Terminal
     assert screen
 
 
+@pytest.mark.long
 @KINDS
 def test_a_save_of_less_than_two_seconds_shows_nothing(within: Callable[..., Terminal]) -> None:
     assert TITLE not in within(lambda trainer: write(trainer, seconds=1.9)).text
