@@ -42,7 +42,7 @@ from lightning_elastic_zero.formats.open import (
 )
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.paths import NO_ENTRY, AnyPath, StorePath
+from lightning_elastic_zero.storage.paths import NO_ENTRY, AnyPath
 
 _MOST_NAMED = 3
 
@@ -133,7 +133,7 @@ def _lacks(folder: Folder) -> str:
         return recorded.problem
     if not (missing := list(folder.lacking(recorded))):
         return ""
-    why = folder.path.store.why_missing() if isinstance(folder.path, StorePath) else ""
+    why = folder.why_missing()
     named = format_names(missing, _MOST_NAMED)
     return f"{len(missing)} of its files are missing ({named}){f'; {why}' if why else ''}"
 

@@ -48,6 +48,7 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.deepspeed_files import LATEST_UNIVERSAL, is_deepspeed
 from lightning_elastic_zero.formats.open import check_unmixed, resolve_latest
 from lightning_elastic_zero.integrations.series import OWN_SUFFIX, series_of
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.own_files import is_checkpoint, latest_in
 from lightning_elastic_zero.storage.paths import AnyPath, StorePath, check_local_path, parse_path
 
@@ -268,7 +269,7 @@ class EngineCheckpoints:
 
     def _choose(self, folder: AnyPath, tag: str) -> tuple[str, bool]:
         """Return the name of the folder for a tag, and whether training waits for the save."""
-        is_whole = self._loop.whole_folder or isinstance(folder, StorePath)
+        is_whole = self._loop.whole_folder or folder_at(folder).local is None
         name = "" if is_whole else _free_name(check_local_path(folder), tag)
         path = folder / name if name else folder
         return name, not self._options.async_save or self._loop.foreground(path)

@@ -52,7 +52,8 @@ from lightning_elastic_zero.integrations.node_folders import (
 )
 from lightning_elastic_zero.integrations.series import resume_folder
 from lightning_elastic_zero.integrations.tensor_ranks import grid_of, unfit_trainer
-from lightning_elastic_zero.storage.paths import StorePath, parse_path, read_file
+from lightning_elastic_zero.storage.folders import folder_at
+from lightning_elastic_zero.storage.paths import read_file
 
 _FOLDER = "resume_from_checkpoint"
 """The argument of ``train`` that names a folder, or is True for the newest."""
@@ -79,7 +80,7 @@ def _check_supported(trainer: Any, options: LoopOptions) -> None:
             "TrainingArguments(deepspeed=<config>), or start it with accelerate launch "
             "--use_deepspeed"
         )
-    elif isinstance(folder := parse_path(args.output_dir), StorePath):
+    elif (folder := folder_at(args.output_dir)).local is None:
         msg = (
             f"output_dir is {folder}: the Trainer writes files of its own, so give a path on a "
             "disk. With save_on_each_node=True, each node has its own"

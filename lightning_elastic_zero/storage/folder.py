@@ -179,6 +179,10 @@ class Folder(ABC):
         expected = {name: size for name, size in recorded.sizes.items() if size is not None}
         yield from (name for name, size in self.sizes(expected) if size != expected[name])
 
+    def why_missing(self) -> str:
+        """Return why files may be missing, as a clause for a message; usually empty."""
+        return ""
+
     # -- reading -----------------------------------------------------------------------------
 
     @abstractmethod

@@ -101,6 +101,9 @@ class StoreFolder(Folder):
         commit = read_commit(self.path)
         return int(commit.modified.timestamp() * 1e9) if commit else 0
 
+    def why_missing(self) -> str:
+        return self.path.store.why_missing()
+
     # -- reading -----------------------------------------------------------------------------
 
     def read_manifest_as_is(self) -> bytes:
