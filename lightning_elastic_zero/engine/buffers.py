@@ -36,6 +36,7 @@ from lightning_elastic_zero.engine.deepspeed import (
     is_swapped,
     parameter_paddings,
     relink_states,
+    relink_weights,
     write_weights,
 )
 from lightning_elastic_zero.errors import UnsupportedError
@@ -355,6 +356,7 @@ def refresh_low_precision(
             buffer.low.data.copy_(source)
         if len(buffer.partitions) > 1 and buffer.low.numel():
             _gather_partitions(buffer, optimizer.real_dp_process_group[buffer.group])
+    relink_weights(optimizer)
     # The states' tensors may be new.
     parameters = (parameter for buffer in buffers for parameter in buffer.parameters)
     relink_states(optimizer, parameters, has_state=has_state)

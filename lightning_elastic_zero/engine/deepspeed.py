@@ -44,8 +44,8 @@ NAMES: Mapping[str, dict[str, str]] = {
     },
     "DeepSpeedZeroOptimizer": {
         "": "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _release_ipg_buffers "
-        "averaged_gradients bit16_groups bit16_groups_flat cpu_offload dtype "
-        "gradient_accumulation_dtype loss_scale loss_scaler micro_step_id optimizer "
+        "_update_model_bit16_weights averaged_gradients bit16_groups bit16_groups_flat cpu_offload "
+        "dtype gradient_accumulation_dtype loss_scale loss_scaler micro_step_id optimizer "
         "parallel_partitioned_bit16_groups params_in_partition partition_size "
         "real_dp_process_group round_robin_bit16_groups single_partition_of_fp32_groups "
         "use_grad_accum_attribute zero_grad",
@@ -54,9 +54,9 @@ NAMES: Mapping[str, dict[str, str]] = {
     },
     "the module of DeepSpeedZeroOptimizer": {"": "INITIAL_MICRO_STEP_ID"},
     "BF16_Optimizer": {
-        "": "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state bf16_groups "
-        "bf16_partitioned_groups fp32_groups_flat_partition optimizer real_dp_process_group "
-        "using_real_optimizer",
+        "": "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state "
+        "_update_storage_to_flattened_tensor bf16_groups bf16_groups_flat bf16_partitioned_groups "
+        "fp32_groups_flat_partition optimizer real_dp_process_group using_real_optimizer",
         "0.16.9": "zero_grad",
         "0.18.9": "torch_autocast_gradscaler",
     },
@@ -153,6 +153,19 @@ def relink_states(
             link.optim_fragment = None
     if has_state:
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def relink_weights(optimizer: Any) -> None:
+    """Make the weights of ZeRO-1/2 or BF16_Optimizer views of its flat buffers again.
+
+    DeepSpeed's gathering of tensor ranks' shards, and users, may have moved them.
+    """
+    if hasattr(optimizer, "_update_model_bit16_weights"):
+        for group in range(len(optimizer.bit16_groups)):
+            optimizer._update_model_bit16_weights(group)
+    else:
+        for weights, flat in zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, strict=True):
+            optimizer._update_storage_to_flattened_tensor(weights, flat)
 
 
 def _link_to_master(parameter: torch.nn.Parameter) -> Any:

@@ -183,6 +183,24 @@ def loss_of(engine: Engine, setup: EngineCase) -> float:
     return loss
 
 
+def losses_of_replaced_weights(setup: EngineCase, folder: str) -> tuple[float, float]:
+    """Load into an engine whose weights are in other memory; return the loss at the save, and now.
+
+    Gathering weights for an export does so with tensor parallelism.
+    """
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, 2)
+        save_checkpoint(engine, folder)
+        at_save = loss_of(engine, setup)
+        train(engine, setup, 2, 3)
+        for parameter in engine.module.parameters():
+            parameter.data = parameter.data.clone()
+        load_checkpoint(engine, folder)
+        return at_save, loss_of(engine, setup)
+
+
 @dataclass(frozen=True)
 class InterruptedLoad:
     """The outcome of a load whose last read failed, and the state that it changed."""
@@ -418,6 +436,24 @@ def test_training_does_not_use_stale_second_copies_of_frozen_weights(
 ) -> None:
     """Frozen weights keep their second copies (hpZ) permanently."""
     assert_continues(pools.run, HPZ, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        EngineCase(2, "2", "fp32"),
+        pytest.param(EngineCase(2, "1", "bf16", round_robin=True), marks=pytest.mark.long),
+        pytest.param(EngineCase(2, "B", "bf16"), marks=pytest.mark.long),
+        pytest.param(EngineCase(2, "0", "fp16"), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_weights_in_other_memory_are_loaded(
+    setup: EngineCase, pools: Pools, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved")
+    for at_save, loaded in pools.run(2, partial(losses_of_replaced_weights, setup, folder)):
+        assert loaded == at_save
 
 
 @pytest.mark.long
