@@ -117,7 +117,7 @@ def seed_workers(loader: Any, grid: RankGrid, rank: int) -> None:
 def gather_weights(gather: Callable[[], Any], engine: Any) -> Any:
     """Gather whole weights on rank 0, and add the buffers, which DeepSpeed lacks in ZeRO-0 to 2.
 
-    DeepSpeed leaves each shard in new memory, which no load fills, nor every optimizer's step.
+    DeepSpeed leaves each shard in new memory, which the steps of BF16_Optimizer do not reach.
     """
     held = [(p, p.data) for p in engine.module.parameters() if not hasattr(p, "ds_id")]
     weights = gather()

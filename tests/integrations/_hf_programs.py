@@ -208,10 +208,11 @@ _CUTS = {"LinearLayer": 0, "LinearAllreduce": 1, "VocabParallelLinear": 0}
 """The dimension along which DeepSpeed cuts the weight of a layer for tensor ranks."""
 
 
-def state_of(engine: Any) -> State:
-    """Return all full masters and Adam's moments on rank 0. Collective."""
+def state_of(engine: Any, *, moments: bool = True) -> State:
+    """Return all full masters, and Adam's moments, on rank 0. Collective."""
     found: State = {}
-    kept = {key for state in engine.optimizer.optimizer.state.values() for key in state}
+    states = engine.optimizer.optimizer.state.values() if moments else ()
+    kept = {key for state in states for key in state}
     for name, parameter in engine.module.named_parameters():
         layer = engine.module.get_submodule(name.rpartition(".")[0])
         if parameter.requires_grad:

@@ -248,7 +248,7 @@ class Results:
 
     run: Run
     weights: dict[str, torch.Tensor]
-    """Those that the model ended with."""
+    """The masters that the model ended with."""
     predicted: list[int]
     """The samples of the predictions."""
     loss: float
@@ -267,8 +267,7 @@ def use_shared(case: SharedCase) -> Results:
         trainer.save_model(f"{case.output_dir}/final")
         weights = {
             name.removesuffix("/master"): value
-            for name, value in state_of(trainer.model_wrapped).items()
-            if name.endswith("/master")
+            for name, value in state_of(trainer.model_wrapped, moments=False).items()
         }
         close(trainer)
     return Results(run, weights, predicted, predictions.metrics["test_loss"])

@@ -109,6 +109,14 @@ def test_the_trainer_continues_on_another_grid(
     check_trainer(source, target, last, hf_ranks, tmp_path, stage)
 
 
+@pytest.mark.long
+def test_a_run_without_this_library_continues(hf_ranks: Pools, tmp_path: Path) -> None:
+    saved = fit(hf_ranks, CUT, tmp_path / "stock", bound=False, state_at=(3,))
+    resume = str(tmp_path / "stock" / "checkpoint-3")
+    runs = fit(hf_ranks, UNCUT, tmp_path / "elastic", resume=resume)
+    assert_continues(runs[0], saved[0], 3)
+
+
 def check_accelerate(
     source: Layout, target: Layout, last: int, hf_ranks: Pools, folder: Path
 ) -> None:
@@ -170,6 +178,18 @@ def test_results_are_those_of_data_ranks(
         assert torch.equal(written[name], weight), name
     assert torch.equal(written.pop("kept"), torch.arange(3.0))
     assert written.keys() == found.weights.keys()
+
+
+@pytest.mark.long
+def test_steps_reach_weights_that_were_gathered(hf_ranks: Pools, tmp_path: Path) -> None:
+    """BF16_Optimizer never makes weights views of its flat buffers again."""
+    args = {"max_steps": 2, "bf16": True, "use_cpu": True, "label_names": ["labels"]}
+    config = {**GATHERS, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    case = case_of(CUT, tmp_path, stage=1, args=args, config=config)
+    found = hf_ranks.run(2, partial(use_shared, case))[0]
+    written = load_file(tmp_path / "final" / "model.safetensors")
+    for name, master in found.weights.items():
+        assert torch.equal(written[name], master.bfloat16()), name
 
 
 @pytest.mark.long
