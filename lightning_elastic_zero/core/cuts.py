@@ -133,6 +133,11 @@ class Cut:
     (fused) ones, which are cut separately, the sizes of the first are followed by those of the
     next."""
 
+    @property
+    def place(self) -> tuple[int, tuple[int, ...]]:
+        """Equal for parameters that are cut alike."""
+        return self.dimension, self.widths
+
     def of_rank(self, rank: int, size: int) -> tuple[int, ...]:
         """Return the widths of a tensor rank's part of each fused parameter."""
         return self.widths[rank::size]

@@ -128,27 +128,40 @@ class Resharding:
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Whole shapes of the parameters that are cut."""
 
-    def sources(self, wanted: Fragment) -> Iterator[Source]:
-        """Yield the parts of saved shards that contain a wanted fragment.
+    def sources(self, wanted: Iterable[Fragment]) -> Iterator[Source]:
+        """Yield the parts of saved shards that contain wanted fragments.
 
         Of a parameter that every tensor rank has, live ranks take turns with the saved copies.
         """
-        held, live = (of.cuts.get(wanted.name) for of in (self.held, self.wanted))
-        # Widths of fused parameters may be those of a plain one on more tensor ranks.
-        if held == live and (held is None or self.held.size == self.wanted.size):
-            yield Source(wanted, self.rank % self.held.size)
-            return
-        shape = self.shapes[wanted.name]
+        known: dict[object, list[tuple[int, Rows]]] = {}
+        for of in wanted:
+            held, live = self.held.cuts.get(of.name), self.wanted.cuts.get(of.name)
+            # Widths of fused parameters may be those of a plain one on more tensor ranks.
+            if held == live and (held is None or self.held.size == self.wanted.size):
+                yield Source(of, self.rank % self.held.size)
+                continue
+            shape = tuple(self.shapes[of.name])
+            # The layers of a model have equal weights: their rows are computed once.
+            key = held and held.place, live and live.place, shape, of.start, of.stop
+            if key not in known:
+                known[key] = [*self._rows(held, live, shape, of.start, of.stop)]
+            for shard, rows in known[key]:
+                offset = of.offset + rows.target - of.start
+                at = Fragment(of.name, rows.source, rows.source_stop, of.rank, of.buffer, offset)
+                yield Source(at, shard, None if rows.count == 1 else rows)
+
+    def _rows(
+        self, held: Cut | None, live: Cut | None, shape: Sequence[int], start: int, stop: int
+    ) -> Iterator[tuple[int, Rows]]:
+        """Yield saved shards with the rows that they share with a live one's ``[start, stop)``."""
         whole = (Rows(1, math.prod(shape), 0, 0),)
         ours = live.rows(self.rank, self.wanted.size, shape) if live else whole
-        parts = [p.swapped() for rows in ours for p in rows.clip(wanted.start, wanted.stop)]
+        parts = [part.swapped() for rows in ours for part in rows.clip(start, stop)]
         for shard in range(self.held.size) if held else (self.rank % self.held.size,):
             for theirs in held.rows(shard, self.held.size, shape) if held else whole:
-                for rows in (rows for part in parts for rows in theirs.through(part)):
-                    offset = wanted.offset + rows.target - wanted.start
-                    start, stop = rows.source, rows.source_stop
-                    at = Fragment(wanted.name, start, stop, wanted.rank, wanted.buffer, offset)
-                    yield Source(at, shard, None if rows.count == 1 else rows)
+                for part in parts:
+                    for rows in theirs.through(part):
+                        yield shard, rows
 
 
 SAME_SHARDS = Resharding()
@@ -220,7 +233,7 @@ class TransferPlan:
         self._held = held
         self._from: dict[int, list[Source]] = {}
         extents, step = set(), resharding.held.size
-        for source in (source for each in wanted for source in resharding.sources(each)):
+        for source in resharding.sources(wanted):
             first, last = _extent(source, held)
             self._from.setdefault(first, []).append(source)
             extents.add((first, last))
@@ -258,15 +271,14 @@ class TransferPlan:
 def _extent(source: Source, held: Layout) -> tuple[int, int]:
     """Return the first and the last rank that hold a part of a shard."""
     at = source.at
-    whole, end = (at.start, at.stop), (at.stop - 1, at.stop)
     try:
-        first, last = (
-            next(held.covering(at.name, *part, source.shard), None) for part in (whole, end)
-        )
+        first = last = next(held.covering(at.name, at.start, at.stop, source.shard), None)
+        if first and first.stop < at.stop:
+            last = next(held.covering(at.name, at.stop - 1, at.stop, source.shard), None)
     except KeyError as error:
         msg = f"the checkpoint's layout holds no parameter named {at.name}"
         raise CheckpointFormatError(msg) from error
-    if not (first and last and (first.start, last.stop) == whole):
+    if not (first and last and (first.start, last.stop) == (at.start, at.stop)):
         reached = max((t.stop for t in _fill(source, held)), default=at.start)
         raise CheckpointFormatError(_not_once(at, reached))
     return first.rank, last.rank

@@ -565,8 +565,9 @@ def scalars_by_buffer(
     ``groups`` are the saved ones in live groups.
     """
     layout, found = source.layout(), []
-    sources = {fragment.name: next(resharding.sources(fragment)) for fragment in wanted}
-    starts = {name: (first.at.start, first.shard) for name, first in sources.items()}
+    starts: dict[str, tuple[int, int]] = {}
+    for first in resharding.sources(wanted):
+        starts.setdefault(first.at.name, (first.at.start, first.shard))
     for buffer in live.buffers:
         members = groups[buffer.group].names
         known = set(members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -197,8 +198,62 @@ class TestPlans:
     def test_fused_parameters_are_not_a_plain_one_on_more_ranks(self) -> None:
         cuts = {"w": Cut("w", 0, (2, 2, 2, 2))}  # On two ranks, two parameters.
         resharding = Resharding(Sharding(2, cuts), Sharding(4, cuts), 3, {"w": (8,)})
-        (source,) = resharding.sources(Fragment("w", 0, 2, 0, 0, 0))
+        (source,) = resharding.sources([Fragment("w", 0, 2, 0, 0, 0)])
         assert (source.shard, source.at.start, source.at.stop) == (1, 2, 4)
+
+
+LAYER = {
+    "q": (8192, 8192),
+    "k": (1024, 8192),
+    "o": (8192, 8192),
+    "up": (28672, 8192),
+    "down": (8192, 28672),
+    "norm": (8192,),
+}
+"""Weights of a layer of Llama 70B."""
+DIMENSIONS = {"q": 0, "k": 0, "up": 0, "o": 1, "down": 1}
+
+
+def layer_on(size: int, world: int, stage: int) -> tuple[Sharding, Layout]:
+    """Return the cuts and the layout of a layer on tensor ranks times data ranks."""
+    cuts = {
+        name: Cut(name, at, tuple(LAYER[name][at] // size for _ in range(size)))
+        for name, at in DIMENSIONS.items()
+        if size > 1
+    }
+    numels = tuple(math.prod(s) // (size if n in cuts else 1) for n, s in LAYER.items())
+    part = 0 if stage == 3 else -(-sum(numels) // world)
+    shard = zero_layout(stage, [FlatBuffer(0, tuple(LAYER), numels, (), part)], world)
+    return Sharding(size, cuts), ShardedLayout([shard] * size)
+
+
+class TestCosts:
+    @pytest.mark.parametrize("stages", [(1, 1), (3, 3), (1, 3), (3, 1)])
+    @pytest.mark.parametrize("sizes", [(8, 4), (4, 8), (8, 1), (1, 8), (2, 16)])
+    def test_large_weights_are_planned_in_a_few_transfers(
+        self, sizes: tuple[int, int], stages: tuple[int, int]
+    ) -> None:
+        """64 ranks read a weight that is cut by columns at most 1 + T'/T times."""
+        saved, live = sizes
+        (held_by, held), (wanted_by, wanted) = (
+            layer_on(size, 64 // size, stage) for size, stage in zip(sizes, stages, strict=True)
+        )
+        read, placed = Counter[str](), Counter[str]()
+        for rank in range(64):
+            fragments = wanted.on_rank(rank)
+            placed.update({f.name: f.stop - f.start for f in fragments})
+            resharding = Resharding(held_by, wanted_by, rank % live, LAYER)
+            plan = TransferPlan(fragments, held, resharding)
+            transfers = [each for _, of_rank in plan.by_rank() for each in of_rank]
+            for each in transfers:
+                read[each.name] += each.stop - each.start
+            assert len(transfers) <= 100  # of weights with up to 28,672 rows
+        assert placed == {
+            n: math.prod(s) * (1 if n in DIMENSIONS else live) for n, s in LAYER.items()
+        }
+        for name, numel in placed.items():
+            by_columns = DIMENSIONS.get(name) == 1
+            assert read[name] <= numel * (1 + live / saved) if by_columns else read[name] == numel
 
 
 @pytest.mark.parametrize(
