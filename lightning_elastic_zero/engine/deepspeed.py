@@ -40,7 +40,8 @@ NAMES: Mapping[str, dict[str, str]] = {
         "zero_quantized_nontrainable_weights",
         "0.17.5": "zenflow",
         "0.18.4": "torch_autocast_z0_gradscaler",
-        "0.19.8": "_unmanaged_backward_count autotp_size managed_gradient_accumulation",
+        "0.19.8": "_unmanaged_backward_count autotp_size managed_gradient_accumulation "
+        "sequence_parallel_size",
     },
     "DeepSpeedZeroOptimizer": {
         "": "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state _release_ipg_buffers "

@@ -133,6 +133,12 @@ def unfit_run(engine: Any, release: str) -> Iterator[str]:
             "of tensor ranks"
         )
         return
+    if engine.sequence_parallel_size != 1:
+        yield (
+            "tensor parallelism with sequence parallelism: use one of them. Both would train on "
+            "the same group of ranks, of which one has parts of weights and the other of sequences"
+        )
+        return
     tensor_rank = distributed.get_rank(tensor_group(engine))
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     if size * data_ranks != ranks or rank % size != tensor_rank:
