@@ -279,6 +279,69 @@ def test_any_content_of_a_batch_is_compared(one: object, other: object) -> None:
     assert _digest(one) == _digest(copy.deepcopy(one)) != _digest(other)
 
 
+def gathered_with_gradients(run: FitCase) -> str:
+    with engine_forgotten():
+        strategy = ElasticDeepSpeedStrategy(**run.strategy)
+        trainer, loader = quiet_trainer(strategy), DataLoader(IndexedSamples(SAMPLES, 0.0))
+        trainer.validate(CutNet(run), loader, verbose=False)
+        return error_text(lambda: strategy.all_gather(torch.ones(1), sync_grads=True))
+
+
+def test_gathering_with_gradients_is_refused(worlds: Pools, tmp_path: Path) -> None:
+    for text in worlds.run(2, partial(gathered_with_gradients, Grid(2, 1).case(tmp_path))):
+        assert "UnsupportedError: all_gather(sync_grads=True) with tensor parallelism" in text
+
+
+def error_of_evaluation(run: FitCase) -> str:
+    return error_text(lambda: evaluate_on(run))
+
+
+def test_averaged_weights_are_refused_in_a_cut_evaluation(worlds: Pools, tmp_path: Path) -> None:
+    averaged = PLAIN.case(tmp_path, save=("end",), epochs=1, callbacks=(WeightAveraging,))
+    record(worlds, PLAIN, averaged)
+    run = averaged.resumed("end", strategy=Grid(2, 1).options())
+    for text in worlds.run(2, partial(error_of_evaluation, run)):
+        assert "an evaluation with tensor parallelism cannot use" in text
+
+
+class Descending(CutNet):
+    """Trains with SGD, whose steps have the size of the gradients."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.of.rate, momentum=0.9)
+
+
+def largest_difference(one: dict[int, float], other: dict[int, float]) -> float:
+    assert one.keys() == other.keys()
+    return max(abs(value - other[step]) for step, value in one.items())
+
+
+@pytest.mark.parametrize(
+    "stage", [2, *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3))]
+)
+def test_gradients_are_clipped_as_on_one_tensor_rank(
+    stage: int, worlds: Pools, tmp_path: Path
+) -> None:
+    """The norm counts weights that are cut once, and copies once."""
+
+    def run(grid: Grid, clip: float | None = 0.5, **changes: Any) -> RunRecord:
+        net = {"net": Descending, "rate": 0.05, "trainer": {"gradient_clip_val": clip}}
+        return record(worlds, grid, grid.case(tmp_path, epochs=1, **net, **changes))
+
+    plain, cut = Grid(1, 2, stage), Grid(2, 2, stage)
+    clipped, free = run(plain), run(plain, None)
+    rounding = largest_difference(clipped.losses, run(Grid(1, 1, stage)).losses)
+    tolerance = 10 * max(rounding, 1e-7)
+    assert largest_difference(clipped.losses, free.losses) > 1000 * tolerance
+    whole = run(cut, save=("step 0.3", "end"))
+    assert largest_difference(clipped.losses, whole.losses) < tolerance
+    end = fingerprint_checkpoint(tmp_path / "end.ckpt")
+    resumed = run(cut, save=("end",), ckpt_path=str(tmp_path / "step-0.3.ckpt"))
+    assert resumed.losses == from_step(whole.losses, 3)
+    assert fingerprint_checkpoint(tmp_path / "end.ckpt") == end
+
+
 def fit_twice_on(run: FitCase, *, renews: bool) -> tuple[list[float], str]:
     """Fit for two epochs, one by one, and evaluate; return the values, and a refusal.
 
