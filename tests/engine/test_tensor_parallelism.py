@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import distributed, nn
 
 from lightning_elastic_zero import (
@@ -21,186 +22,22 @@ from lightning_elastic_zero import (
     inspect_checkpoint,
     verify_checkpoint,
 )
-from tests.support.engines import Engine, forget_tensor_ranks
+from lightning_elastic_zero.engine.tensor_parallel import unfit_release
+from tests.engine._tensor_grids import (
+    SAMPLES,
+    Grid,
+    engine_on,
+    language_model,
+    train_on,
+    whole_state,
+)
 from tests.support.outcome import captured_log, error_text
 from tests.support.ranks import ForkServer, Pools
 
 pytestmark = pytest.mark.engine
 
-TOKENS, LENGTH, SAMPLES = 48, 6, 12
-
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 """Of losses, whose sums have another order on other ranks."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A run on tensor ranks times data ranks."""
-
-    tensor: int
-    data: int
-    stage: int = 1
-    precision: str = "fp32"
-    model: str = "llama"
-    extra: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        name = f"TP{self.tensor}xDP{self.data}-{self.stage}-{self.precision}-{self.model}"
-        return "-".join((name, *self.extra))
-
-    @property
-    def world(self) -> int:
-        return self.tensor * self.data
-
-    def config(self) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 0}
-        zero["reduce_bucket_size"] = 10_000  # the default is filled with NaN, 2 GB in each step
-        if "offload" in self.extra:
-            zero["offload_optimizer"] = {"device": "cpu"}
-        if "sub-groups" in self.extra:
-            zero["sub_group_size"] = 300
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": SAMPLES // self.data,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        if self.precision != "fp32":
-            config[self.precision] = {"enabled": True}
-        if self.tensor > 1:
-            config["tensor_parallel"] = {"autotp_size": self.tensor, "preset_model": self.model}
-        if {"fused", "view"} & {*self.extra}:
-            spec: dict[str, Any] = {"patterns": [".*up_proj.weight$"], "partition_type": "column"}
-            fused = {"shape": [2, -1], "partition_dim": 0}
-            spec |= fused if "fused" in self.extra else {"shape": [2, -1, 24], "partition_dim": 1}
-            rules = {"use_default_specs": False, "layer_specs": [spec]}
-            config["tensor_parallel"]["partition_config"] = rules
-        return config
-
-
-def language_model(grid: Grid, seed: int) -> nn.Module:
-    """Return a model with three key-value heads, of which two ranks have two and one."""
-    import transformers
-
-    torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": TOKENS,
-        "hidden_size": 24,
-        "intermediate_size": 20,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "tie_word_embeddings": "tied" in grid.extra,
-    }
-    kinds = {
-        "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
-        "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config),
-    }
-    kind, config = kinds[grid.model]
-    if "biases" in grid.extra:
-        sizes |= {"attention_bias": True, "mlp_bias": True}
-    model: nn.Module = kind(config(**sizes))
-    model.register_buffer("seen", torch.tensor(float(seed)))
-    model.get_submodule("model.layers.0.mlp.up_proj").requires_grad_("frozen" not in grid.extra)
-    return model
-
-
-@contextmanager
-def engine_on(grid: Grid, seed: int) -> Iterator[Engine]:
-    """Make an engine; reset DeepSpeed's global state at the end."""
-    import deepspeed
-
-    model = language_model(grid, seed)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.01)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=grid.config(), dist_init_required=False
-    )
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        forget_tensor_ranks()
-
-
-def train_on(engine: Engine, grid: Grid, first: int, last: int) -> list[float]:
-    """Train on this data rank's part of the batch."""
-    losses, size = [], SAMPLES // grid.data
-    at = distributed.get_rank() // grid.tensor
-    for step in range(first, last):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, TOKENS, (SAMPLES, LENGTH), generator=generator)
-        mine = tokens[at * size : (at + 1) * size]
-        logits = engine(input_ids=mine).logits
-        scores = logits[:, :-1].flatten(0, 1).float()
-        loss = nn.functional.cross_entropy(scores, mine[:, 1:].flatten())
-        engine.backward(loss)
-        engine.step()
-        distributed.all_reduce(total := loss.detach().clone())
-        losses.append(float(total) / grid.world)
-    return losses
-
-
-# -- the state, by DeepSpeed's accessors and the classes of layers ---------------------------------
-
-COLUMN = {"LinearLayer", "VocabParallelLinear", "VocabParallelEmbedding"}
-ROW = {"LinearAllreduce", "LmHeadLinearAllreduce"}
-
-
-def whole_state(engine: Engine, grid: Grid) -> dict[str, torch.Tensor]:
-    """Return all masters and states whole, and the module's buffers. Collective."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[nn.Parameter] = set()
-    for module_name, module in engine.module.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter in seen:
-                continue
-            seen.add(parameter)
-            name, kind = f"{module_name}.{leaf}", type(module).__name__
-            cut = {**dict.fromkeys(COLUMN, 0), **dict.fromkeys(ROW, 1)}.get(kind)
-            cut = None if kind in ROW and leaf == "bias" else cut
-            for key, shard in _shards(engine, parameter).items():
-                found[f"{key}/{name}"] = _joined(shard, cut, grid)
-    found |= {f"buffer/{name}": b.detach().clone() for name, b in engine.module.named_buffers()}
-    found["steps"] = torch.tensor(engine.global_steps)
-    return found
-
-
-def _shards(engine: Engine, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-    """Return the master and the states of this tensor rank's shard, whole over data ranks."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    keys = ("exp_avg", "exp_avg_sq")
-    if not parameter.requires_grad:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            return {"frozen": parameter.detach().clone()}
-    if engine.zero_optimization_stage():
-        found = {"master": safe_get_full_fp32_param(parameter)}
-        found |= {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
-        return {key: value.clone() for key, value in found.items() if value is not None}
-    stepped = parameter
-    for low, high in zip(
-        getattr(engine.optimizer, "fp16_groups", []),
-        getattr(engine.optimizer, "fp32_groups", []),
-        strict=True,
-    ):
-        stepped = next((h for w, h in zip(low, high, strict=True) if w is parameter), stepped)
-    states = {key: inner.state[stepped][key].clone() for key in keys}
-    return {"master": stepped.detach().clone(), **states}
-
-
-def _joined(shard: torch.Tensor, dimension: int | None, grid: Grid) -> torch.Tensor:
-    """Return the tensor ranks' shards as one tensor; copies must be equal."""
-    held: list[Any] = [None] * grid.world
-    distributed.all_gather_object(held, shard)
-    first = held[: grid.tensor]
-    if grid.tensor > 1 and dimension is not None:
-        return torch.cat(first, dimension)
-    assert all(torch.equal(each, shard) for each in first)
-    return shard
 
 
 def continued_on(grid: Grid, path: str, *, saves: bool) -> dict[str, Any]:
@@ -212,7 +49,8 @@ def continued_on(grid: Grid, path: str, *, saves: bool) -> dict[str, Any]:
         progress = None
         if not saves:
             progress = load_checkpoint(engine, path).manifest.progress
-        held = whole_state(engine, grid)
+        # DeepSpeed's accessors are wrong with round-robin gradients.
+        held = {} if "round-robin" in grid.extra else whole_state(engine, grid)
         if saves:
             save_checkpoint(engine, path)
             if grid.stage:
@@ -252,6 +90,15 @@ def saved_on(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 TWO_BY_TWO = Grid(2, 2, 1)
+HEURISTICS: dict[str, Any] = {"model": "fused", "extra": ("heuristics",)}
+"""AutoTP knows the fused layers by their names."""
+VOCABULARY: dict[str, Any] = {"extra": ("tied", "plan")}
+"""The plan of transformers cuts a tied embedding along the vocabulary."""
+LAYERS: list[tuple[int, dict[str, Any]]] = [
+    *((stage, {"model": "fused"}) for stage in range(4)),
+    *((stage, {"extra": ("lora",)}) for stage in range(4)),
+    *((stage, VOCABULARY) for stage in (1, 3)),
+]
 QUICK = [(TWO_BY_TWO, Grid(3, 1, 3)), (Grid(1, 2, 2), Grid(2, 1, 3))]
 MATRIX = [
     *(
@@ -260,20 +107,31 @@ MATRIX = [
         for target in (Grid(1, 3, 3 - stage), Grid(2, 1, stage), Grid(3, 1, stage))
     ),
     *((Grid(1, 3, stage), Grid(2, 2, 3 - stage)) for stage in range(4)),
-    (Grid(2, 2, 1, "bf16"), Grid(3, 1, 1, "bf16")),
-    (Grid(2, 2, 0, "bf16"), Grid(1, 2, 1, "bf16")),
+    *(
+        (Grid(2, 2, stage, precision), Grid(3, 1, 3 - stage, precision))
+        for stage in range(4)
+        for precision in ("bf16", "fp16")
+    ),
+    (Grid(1, 2, 2, "fp16"), Grid(2, 1, 1, "fp16")),
+    *(
+        (Grid(2, 2, stage, **options), Grid(*ranks, stage, **options))
+        for stage, options in LAYERS
+        for ranks in ((3, 1), (1, 2))
+    ),
     *(
         (Grid(2, 2, stage, model=model, extra=extra), Grid(3, 1, stage, model=model, extra=extra))
         for stage, model, extra in (
             (1, "llama", ("tied",)),
+            (2, "llama", ("tied", "row-head")),
             (2, "qwen2", ()),
+            (2, "llama", ("biases",)),
             (2, "llama", ("offload",)),
             (3, "llama", ("offload",)),
             (1, "llama", ("frozen",)),
             (3, "llama", ("frozen",)),
-            (2, "llama", ("biases",)),
         )
     ),
+    (Grid(2, 2, 2, **HEURISTICS), Grid(1, 2, 3, **HEURISTICS)),
 ]
 
 
@@ -323,40 +181,128 @@ def test_checkpoints_of_deepspeed_restore_on_other_tensor_ranks(
     assert found["progress"].global_samples == 2 * SAMPLES
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 2])
+def test_round_robin_gradients_restore_on_others(
+    stage: int, saved_on: Callable[[Grid], Saved], pools: Pools
+) -> None:
+    """They train the same weights; other ranks step them."""
+    plain = saved_on(Grid(2, 2, stage))
+    taken_in_turn = saved_on(Grid(2, 2, stage, extra=("round-robin",)))
+    target = Grid(3, 1, stage)
+    found = pools.run(3, partial(continued_on, target, taken_in_turn.path, saves=False))[0]
+    assert not [
+        n for n, t in plain.result["state"].items() if not torch.equal(t, found["state"][n])
+    ]
+    turned = Grid(1, 2, stage, extra=("round-robin",))
+    back = pools.run(2, partial(continued_on, turned, plain.path, saves=False))[0]
+    assert back["losses"] == pytest.approx(plain.result["losses"], rel=TOLERANCE["fp32"])
+
+
+def convert_by_deepspeed(stock: str, universal: str, *, strict: bool) -> None:
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+    kept = {"keep_temp_folder": False, "strict": strict, "inject_missing_state": False}
+    main(Namespace(input_folder=stock, output_folder=universal, **workers, **kept))
+
+
+def loaded_by_deepspeed(grid: Grid, folder: Path) -> dict[str, torch.Tensor]:
+    """Load a Universal Checkpoint by DeepSpeed's own code; return masters and states."""
+    with engine_on(grid, 7, checkpoint={"load_universal": True}) as engine:
+        train_on(engine, grid, 100, 101)
+        engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        return whole_state(engine, grid)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Grid(2, 2, 1), Grid(3, 1, 1)),
+        (Grid(2, 2, 1), Grid(1, 3, 2)),
+        (Grid(2, 2, 3), Grid(3, 1, 3)),
+        (Grid(3, 1, 3), Grid(2, 2, 3)),
+        (Grid(2, 2, 1, "bf16"), Grid(1, 2, 1, "bf16")),
+        (Grid(2, 2, 2, "fp16"), Grid(3, 1, 2, "fp16")),
+        (Grid(2, 2, 2, **VOCABULARY), Grid(3, 1, 2, **VOCABULARY)),
+        (Grid(2, 2, 1, model="fused"), Grid(3, 1, 2, model="fused")),
+        (Grid(2, 2, 3, model="fused"), Grid(1, 2, 3, model="fused")),
+        (Grid(2, 2, 2, **HEURISTICS), Grid(1, 2, 2, **HEURISTICS)),
+        (Grid(2, 2, 1, extra=("lora",)), Grid(3, 1, 1, extra=("lora",))),
+        (Grid(2, 2, 3, extra=("lora",)), Grid(3, 1, 3, extra=("lora",))),
+        (Grid(2, 2, 2, extra=("biases",)), Grid(3, 1, 2, extra=("biases",))),
+    ],
+    ids=str,
+)
+def test_deepspeeds_universal_checkpoints_restore_the_same(
+    source: Grid,
+    target: Grid,
+    saved_on: Callable[[Grid], Saved],
+    pools: Pools,
+    tmp_path: Path,
+) -> None:
+    """DeepSpeed 0.19.8 converts frozen weights with ``--no_strict`` only."""
+    stock = f"{saved_on(source).path}-stock/tag"
+    folder, strict = tmp_path / "universal", "lora" not in source.extra
+    pools.run(1, partial(convert_by_deepspeed, stock, str(folder), strict=strict))
+    theirs = pools.run(target.world, partial(loaded_by_deepspeed, target, folder))[0]
+    ours = pools.run(target.world, partial(continued_on, target, stock, saves=False))[0]["state"]
+    tensors = [name for name in ours if name.startswith(("master/", "exp_avg"))]
+    assert len(tensors) >= 12
+    assert not [name for name in tensors if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.mark.parametrize("damage", ["missing", "exchanged"])
 @pytest.mark.parametrize("kind", ["optim", "model"])
-def test_a_missing_file_of_deepspeeds_tensor_rank_is_named(
-    kind: str, saved_on: Callable[[Grid], Saved], tmp_path: Path
+def test_missing_and_exchanged_files_of_deepspeed_are_named(
+    kind: str, damage: str, saved_on: Callable[[Grid], Saved], tmp_path: Path
 ) -> None:
     stock = Path(f"{saved_on(TWO_BY_TWO).path}-stock") / "tag"
     folder = Path(shutil.copytree(stock, tmp_path / "tag"))
-    (missing,) = (
-        p for p in folder.glob(f"*mp_rank_01_{kind}_states.pt") if "rank_0_" not in p.name
-    )
-    missing.unlink()
+    one, other = (max(folder.glob(f"*mp_rank_0{rank}_{kind}_states.pt")) for rank in (0, 1))
+    if damage == "missing":
+        other.unlink()
+        reason = "is missing"
+    else:
+        one.rename(kept := tmp_path / "kept")
+        other.rename(one)
+        kept.rename(other)
+        reason = "and renamed. Copy the files of this tag again, each under its own name"
     problem = verify_checkpoint(folder).problem
-    assert missing.name in problem
-    assert "is missing" in problem
+    assert (other if damage == "missing" else one).name in problem
+    assert reason in problem
 
 
+@pytest.mark.parametrize("writer", ["this library", "DeepSpeed"])
 def test_tools_put_whole_parameters_together(
-    saved_on: Callable[[Grid], Saved], tmp_path: Path
+    writer: str, saved_on: Callable[[Grid], Saved], tmp_path: Path
 ) -> None:
     saved = saved_on(TWO_BY_TWO)
+    path = saved.path if writer == "this library" else f"{saved.path}-stock/tag"
     masters = {
         name.removeprefix("master/"): tensor
         for name, tensor in saved.result["state"].items()
         if name.startswith("master/")
     }
-    assert inspect_checkpoint(saved.path).manifest.tensor_parallel.size == 2
-    assert verify_checkpoint(saved.path).problem == ""
-    convert_checkpoint(saved.path, tmp_path / "weights.pt", "fp32")
-    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert not [name for name in masters if not torch.equal(weights[name], masters[name])]
-    convert_checkpoint(saved.path, tmp_path / "universal", "universal")
-    assert fingerprint_checkpoint(tmp_path / "universal") == fingerprint_checkpoint(saved.path)
-    differences = diff_checkpoints(saved.path, tmp_path / "universal")
-    assert differences.compared > len(masters)
-    assert not differences.tensors
+    manifest = inspect_checkpoint(path).manifest
+    assert manifest.tensor_parallel.size == 2
+    shapes = {name: tuple(tensor.shape) for name, tensor in masters.items()}
+    assert {p.name: p.shape for p in manifest.parameters} == shapes
+    assert verify_checkpoint(path).problem == ""
+    convert_checkpoint(path, tmp_path / "weights.pt", "fp32")
+    convert_checkpoint(path, tmp_path / "folder", "safetensors")
+    for weights in (
+        torch.load(tmp_path / "weights.pt", weights_only=True),
+        load_file(tmp_path / "folder" / "model.safetensors"),
+    ):
+        assert not [name for name in masters if not torch.equal(weights[name], masters[name])]
+    for target in ("universal", "dcp"):
+        convert_checkpoint(path, tmp_path / target, target)
+        assert fingerprint_checkpoint(tmp_path / target) == fingerprint_checkpoint(saved.path)
+        differences = diff_checkpoints(path, tmp_path / target)
+        assert differences.compared > len(masters)
+        assert not differences.tensors
 
 
 @pytest.mark.parametrize("damage", ["missing", "exchanged"])
@@ -443,27 +389,6 @@ def test_each_rank_gets_back_its_own_measurements(pools: Pools, tmp_path: Path) 
     assert pools.run(4, call) == [[0.0], [1.0], [2.0], [3.0]]
 
 
-def fused_on(grid: Grid, path: str) -> tuple[int, ...]:
-    """Save a layer that consists of two; return the shape of its shard."""
-    from lightning_elastic_zero.api import save_checkpoint
-
-    with engine_on(grid, 0) as engine:
-        save_checkpoint(engine, path)
-        return tuple(engine.module.get_parameter("model.layers.0.mlp.up_proj.weight").shape)
-
-
-@pytest.mark.long
-def test_fused_layers_are_put_together(pools: Pools, tmp_path: Path) -> None:
-    grid = Grid(2, 1, extra=("fused",))
-    assert pools.run(2, partial(fused_on, grid, str(tmp_path / "a"))) == [(10, 24)] * 2
-    (cut,) = inspect_checkpoint(tmp_path / "a").manifest.tensor_parallel.cuts
-    assert cut.widths == (5, 5, 5, 5)
-    convert_checkpoint(tmp_path / "a", tmp_path / "weights.pt", "fp32")
-    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    expected = language_model(grid, 0).state_dict()
-    assert not [name for name in expected if not torch.equal(weights[name], expected[name])]
-
-
 def refusal_on(grid: Grid, path: str) -> str:
     from lightning_elastic_zero.api import save_checkpoint
 
@@ -493,6 +418,81 @@ def test_shards_that_cannot_be_described_are_refused(
     text = pools.run(grid.world, partial(refusal_on, grid, str(tmp_path / "a")))[0]
     assert reason in text
     assert not list(tmp_path.iterdir())
+
+
+class YuanLayer(nn.Module):
+    """Yuan's names, and three heads for each tensor rank: two ranks get one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v_proj, self.o_proj = nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False)
+
+
+class Lamb(torch.optim.SGD):
+    """A user's optimizer with the name of an algorithm that needs norms of whole weights."""
+
+
+OF_WHOLE_WEIGHTS = "with tensor parallelism: its update depends on whole parameters"
+UNFIT = {
+    "zero.Init": "tensor parallelism with zero.Init: ZeRO-3 partitions weights that are not cut",
+    "sequences": "tensor parallelism with sequence parallelism: use one of them",
+    "experts": "mixture-of-experts layers of DeepSpeed: expert parallelism",
+    "heads": "v_proj.weight with tensor parallelism: Yuan shared-QK tensor parallelism selects",
+    "Muon": f"the optimizer MuonWithAuxAdam {OF_WHOLE_WEIGHTS}",
+    "Adafactor": f"the optimizer Adafactor {OF_WHOLE_WEIGHTS}",
+    "Lamb": f"the optimizer Lamb {OF_WHOLE_WEIGHTS}",
+}
+
+
+def unfit_on(kind: str, path: str) -> str:
+    """Make an engine that cannot be saved; return the error of its first save."""
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+
+    from lightning_elastic_zero.api import save_checkpoint
+
+    stage, extra = (
+        {"zero.Init": 3, "experts": 0, "Lamb": 0}.get(kind, 1),
+        ("heuristics",) * (kind == "heads"),
+    )
+    grid = Grid(2, 1, stage, model="fused", extra=extra)
+    config = grid.config()
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=kind == "zero.Init"):
+        model: Any = language_model(grid, 0)
+    if kind == "experts":
+        model.experts = MoE(24, nn.Linear(24, 24), num_experts=2)
+    if kind == "heads":
+        model.config.num_key_value_heads = 6
+        model.layers = nn.ModuleList([YuanLayer()])
+    if kind in ("Muon", "Adafactor"):
+        config["optimizer"] = {"type": kind, "params": {"lr": 0.01}}
+    parameters = [*model.parameters()]
+    optimizer = None if "optimizer" in config else torch.optim.AdamW(parameters)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=parameters,
+        optimizer=Lamb(parameters, lr=0.01) if kind == "Lamb" else optimizer,
+        config=config,
+        mesh_param=(1, 2) if kind == "sequences" else None,
+        dist_init_required=False,
+    )
+    return error_text(lambda: save_checkpoint(engine, path))
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_what_tensor_ranks_cannot_have_is_refused(
+    kind: str, own_pools: Pools, tmp_path: Path
+) -> None:
+    for text in own_pools.run(2, partial(unfit_on, kind, str(tmp_path / "a"))):
+        assert UNFIT[kind] in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_older_releases_are_refused_by_name() -> None:
+    (text,) = unfit_release("0.19.7")
+    assert "tensor parallelism under DeepSpeed 0.19.7" in text
+    assert "install 0.19.8" in text
+    assert not [*unfit_release("0.19.8")]
 
 
 def stock_on(grid: Grid, folder: str) -> None:
