@@ -5,12 +5,12 @@
 #   ARGS=...              arguments of pytest or the demo: make test ARGS="tests/core -x"
 #   BENCHMARKS=...        which benchmark:   make bench BENCHMARKS=examples/benchmarks/background.py
 #   SEED=812              seed of test-long; the default is the time, which is printed
-#   JOBS=0                run all tests in one process
+#   JOBS=0                run all tests in one process; the default keeps two cores busy
 
 PYTHON   ?= python3
 PIP_ARGS ?=
 ARGS     ?=
-JOBS     ?= 2
+JOBS     ?= 3
 SEED     ?= $(shell date +%s)
 
 VENV    := .venv

@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for _, excess in sorted(cases, key=itemgetter(0))[count:]:
             excess.add_marker(pytest.mark.long)
     # pytest-xdist gives each worker one file after another. Slow files come first, so that no
-    # worker starts one at the end.
+    # worker starts one at the end; only those without ranks run while the fork server imports.
     items.sort(key=_folder_order)
 
 
@@ -127,7 +127,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(line)
 
 
-LONG_FIRST = (
+ORDER = (
+    "house",
     "checkpoint",
     "jobs",
     "trainer",
@@ -144,4 +145,4 @@ LONG_FIRST = (
 
 def _folder_order(item: pytest.Item) -> int:
     folder = item.path.parent.name
-    return LONG_FIRST.index(folder) if folder in LONG_FIRST else len(LONG_FIRST)
+    return ORDER.index(folder) if folder in ORDER else len(ORDER)

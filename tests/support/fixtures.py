@@ -34,6 +34,25 @@ T = TypeVar("T")
 OnDevice: TypeAlias = Callable[[int, Callable[[], T]], list[T]]
 
 
+SERVER = pytest.StashKey[ForkServer]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the process that ranks are forked from: it imports while tests without ranks run."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    server = ForkServer(shared=Path(gettempdir(), f"ez-ranks-{run}") if run else None)
+    session.config.stash[SERVER] = server
+    used = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if used & {"fork_server", "pools"} and not session.config.option.collectonly:
+        server.begin()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the session with it."""
+    if server := session.config.stash.get(SERVER, None):
+        server.close()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seed the random generators, so that tests do not depend on their order; skip GPU tests."""
     seed = int(item.config.getoption("--hypothesis-seed") or 0)
@@ -50,12 +69,9 @@ def seed(pytestconfig: pytest.Config) -> int:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """Yield the process that all ranks are forked from, also those of pytest-xdist's workers."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    server = ForkServer(shared=Path(gettempdir(), f"ez-ranks-{run}") if run else None)
-    yield server
-    server.close()
+def fork_server(pytestconfig: pytest.Config) -> ForkServer:
+    """Return the process that all ranks are forked from, also those of pytest-xdist's workers."""
+    return pytestconfig.stash[SERVER]
 
 
 @pytest.fixture(scope="session")

@@ -121,11 +121,24 @@ class ForkServer:
         self._folder = tempfile.TemporaryDirectory(prefix="ez-ranks-")
         self._of_server = shared or Path(self._folder.name)
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._session: Connection | None = None
+        self._is_ready = False
         self._worlds = 0
 
+    def begin(self) -> None:
+        """Begin the session, without waiting for the imports."""
+        folder = self._of_server
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self._session = fork_server.connect(str(folder / "sessions"))
+            except (FileNotFoundError, ConnectionRefusedError):
+                self._process = self._started()
+                self._session = fork_server.connect(str(folder / "sessions"))
+
     def start(self, world: int) -> World:
-        connection = self._connection or self._connect()
+        connection = self._connection()
         self._worlds += 1
         path = f"{self._folder.name}/{self._worlds}-of-{world}"
         logs = tuple(Path(f"{path}.{rank}.log") for rank in range(world))
@@ -135,7 +148,7 @@ class ForkServer:
             return joined_world(listener, pids, logs)
 
     def start_program(self, call: Callable[[], object], folder: Path, name: str) -> Program:
-        connection = self._connection or self._connect()
+        connection = self._connection()
         stdout, stderr = folder / f"{name}.out", folder / f"{name}.err"
         connection.send(
             fork_server.ProgramRequest(pickle.dumps(call), str(ROOT), str(stdout), str(stderr))
@@ -143,36 +156,33 @@ class ForkServer:
         return Program(connection, int(connection.recv()), stdout, stderr)
 
     def import_modules(self, *modules: str) -> None:
-        connection = self._connection or self._connect()
+        connection = self._connection()
         connection.send(fork_server.ImportRequest(modules))
         connection.recv()
 
     def close(self) -> None:
         """End the session; the one that started the server waits for the last one."""
-        if self._connection is not None:
-            self._connection.close()
+        if self._session is not None:
+            self._session.close()
         if self._process is not None:
             self._process.wait()
             shutil.rmtree(self._of_server, ignore_errors=True)
         self._folder.cleanup()
 
-    def _connect(self) -> Connection:
-        folder = self._of_server
-        folder.mkdir(exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                session = fork_server.connect(str(folder / "sessions"))
-            except (FileNotFoundError, ConnectionRefusedError):
-                self._process = self._started()
-                session = fork_server.connect(str(folder / "sessions"))
+    def _connection(self) -> Connection:
+        if self._session is None:
+            self.begin()
+        session = self._session
+        assert session is not None
+        if self._is_ready:
+            return session
         try:
             assert session.poll(HANG_TIMEOUT_S), "the fork server hangs"
             assert session.recv() == fork_server.READY
         except (EOFError, OSError) as error:
-            text = (folder / "server.log").read_text(errors="replace")
+            text = (self._of_server / "server.log").read_text(errors="replace")
             raise AssertionError(text) from error
-        self._connection = session
+        self._is_ready = True
         return session
 
     def _started(self) -> subprocess.Popen[bytes]:
