@@ -295,10 +295,11 @@ def look_at_callbacks(root: str) -> dict[str, Any]:
         raise ZeroDivisionError
 
     run = async_case(Path(root), async_save=False, epochs=1, checkpoint=LINKED)
-    more = {kind: Path(root) / f"{kind.__name__}-more" for kind in (Plain, Own, ModelCheckpoint)}
-    added = (partial(kind, dirpath=folder, **LINKED) for kind, folder in more.items())
-    trainer, net, data, actor = replace(run, callbacks=(*added,)).make()
+    trainer, net, data, actor = run.make()
     actor.actions = {1: look}
+    for kind in (Plain, Own, ModelCheckpoint):
+        folder = Path(root) / f"{kind.__name__}-more"
+        trainer.callbacks.append(kind(dirpath=folder, **LINKED))  # type: ignore[attr-defined]
     patched = []
     last: Any = trainer.checkpoint_callbacks[-1]
     last._link_checkpoint = lambda _, path, __: patched.append(Path(path).name)

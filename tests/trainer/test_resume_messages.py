@@ -152,7 +152,6 @@ def test_step_and_epoch_of_a_resume_are_reported_for_every_format(
     continued = " at step 8, epoch 1: "
     expected = {
         "lightning": continued,
-        "elastic": continued,
         "universal": continued,
         "dcp": " at step 0: ",
     }
