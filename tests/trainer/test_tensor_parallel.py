@@ -279,6 +279,21 @@ def test_any_content_of_a_batch_is_compared(one: object, other: object) -> None:
     assert _digest(one) == _digest(copy.deepcopy(one)) != _digest(other)
 
 
+def validate_with_noise(run: FitCase) -> float:
+    with engine_forgotten():
+        pl.seed_everything(run.seed, workers=True, verbose=False)
+        trainer = quiet_trainer(ElasticDeepSpeedStrategy(**run.strategy))
+        loader = DataLoader(IndexedSamples(SAMPLES, 0.5), num_workers=1)
+        (values,) = trainer.validate(CutNet(run), loader, verbose=False)
+        return values["val"]
+
+
+def test_workers_of_tensor_ranks_draw_the_same_numbers(worlds: Pools, tmp_path: Path) -> None:
+    """Otherwise, the comparison of the first batch would fail."""
+    one, other = worlds.run(2, partial(validate_with_noise, Grid(2, 1).case(tmp_path)))
+    assert one == other
+
+
 def gathered_with_gradients(run: FitCase) -> str:
     with engine_forgotten():
         strategy = ElasticDeepSpeedStrategy(**run.strategy)
