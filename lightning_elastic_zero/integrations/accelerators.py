@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import torch
 from accelerate.checkpointing import load_accelerator_state
 from accelerate.data_loader import SkipBatchSampler
 from accelerate.scheduler import AcceleratedScheduler
@@ -153,8 +154,11 @@ class AcceleratorBinding:
         """
         accelerator = self._accelerator
         _check_supported(accelerator)
+        for loader in accelerator._dataloaders:
+            self._use_tensor_ranks(loader)
         methods = [
             self._prepare,
+            self._prepare_data_loader,
             self._deepspeed_ulysses_dl_adapter,
             self._load_state,
             self._save_state,
@@ -180,14 +184,20 @@ class AcceleratorBinding:
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
         each = prepared if isinstance(prepared, tuple) else (prepared,)
-        grid = grid_of(self._accelerator)
-        for loader in each:
-            check_loader(loader, grid)
-            seed_workers(loader, grid, self._accelerator.process_index)
         self._bind_engines(each)
         if isinstance(prepared, tuple):
             return tuple(map(self._with_epochs, prepared))
         return self._with_epochs(prepared)
+
+    def _prepare_data_loader(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loader = prepare(*args, **kwargs)
+        self._use_tensor_ranks(loader)
+        return loader
+
+    def _use_tensor_ranks(self, loader: Any) -> None:
+        grid = grid_of(self._accelerator)
+        check_loader(loader, grid)
+        seed_workers(loader, grid, self._accelerator.process_index)
 
     def _deepspeed_ulysses_dl_adapter(
         self, adapt: Callable[..., Any], *args: Any, **kwargs: Any
@@ -453,8 +463,12 @@ class LoopState:
         self._restore_counter(loaded, _load_rank_state(loaded, 0).get("step"))
         self._restore_epochs(loaded)
         # An additional rank takes another's random state, since all ranks began with one seed.
-        grid = grid_of(self.accelerator)
-        _load_rank_state(loaded, loaded.grid.counterpart(self.accelerator.process_index, grid))
+        rank, device = self.accelerator.process_index, self.accelerator.device
+        counterpart = loaded.grid.counterpart(rank, grid_of(self.accelerator))
+        _load_rank_state(loaded, counterpart)
+        if counterpart != rank:
+            file = loaded.load_dir / f"{RNG_STATE_NAME}_{counterpart}.pkl"
+            take_device_state(file, f"torch_{device.type}_manual_seed", counterpart, device)
         self._warn_at_first_step(loaded)
 
     def _restore_schedulers(self, loaded: Loaded) -> None:
@@ -556,6 +570,18 @@ def _load_rank_state(loaded: Loaded, rank: int) -> dict[str, Any]:
         loaded.load_dir, [], [], [], [], process_index=rank, scaler=None
     )
     return state
+
+
+def take_device_state(file: Path, entry: str, rank: int, device: torch.device) -> None:
+    """Give this rank's device the random state that the device of a saved rank had.
+
+    ``entry`` of the rank's ``file`` has a state for each device of its node, and it used one.
+    """
+    if device.type == "cpu" or not file.is_file():
+        return
+    if states := accelerate.utils.load(file).get(entry):
+        state = states[rank % len(states)]
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _describe_loader(loader: Any) -> str:

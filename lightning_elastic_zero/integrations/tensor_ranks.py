@@ -75,16 +75,23 @@ def check_ranks(accelerator: Any) -> None:
 def unfit_trainer(trainer: Any) -> str:
     """Return why a Trainer does not count data ranks, and the remedy; empty if it does."""
     size = grid_of(trainer.accelerator).tensor
-    if size > 1 and Version(release := version_of("transformers")) < Version(_FIRST_TRANSFORMERS):
+    if size == 1:
+        return ""
+    if Version(release := version_of("transformers")) < Version(_FIRST_TRANSFORMERS):
         return (
             f"{_OPTION} = {size} with transformers {release}, whose Trainer multiplies losses by "
             f"the number of all ranks: install transformers {_FIRST_TRANSFORMERS} or newer"
         )
-    if size > 1 and (counted := trainer.get_tp_size()) != size:
+    if (counted := trainer.get_tp_size()) != size:
         return (
             f"{_OPTION} = {size}, but the Trainer takes the number of tensor ranks for {counted}: "
             "pass the configuration of DeepSpeed as TrainingArguments(deepspeed=...), and load the "
             "model without tp_plan"
+        )
+    if getattr(trainer.args, "train_sampling_strategy", "") == "batch_rebalance":
+        return (
+            f"{_OPTION} = {size} with train_sampling_strategy='batch_rebalance', which gives each "
+            "tensor rank samples of its own: use another strategy, such as 'group_by_length'"
         )
     return ""
 
@@ -131,14 +138,19 @@ def gather_weights(gather: Callable[[], Any], engine: Any) -> Any:
 
 def gather_for_metrics(accelerator: Any, input_data: Any, use_gather_object: bool = False) -> Any:
     """Gather like the Accelerator's method, but from the first tensor rank of each data rank."""
-    grid, state = grid_of(accelerator), accelerator.gradient_state
+    state = accelerator.gradient_state
     # At the end of an epoch, the last samples are repeated ones.
     stop = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
     if use_gather_object or not _has_tensors_only(input_data):
-        is_first = accelerator.process_index % grid.tensor == 0
+        is_first = accelerator.process_index % grid_of(accelerator).tensor == 0
         return gather_object(input_data if is_first else [])[:stop]
-    gathered = accelerator.gather(input_data)
-    return recursively_apply(partial(_of_data_ranks, grid=grid, stop=stop), gathered)
+    return gather_tensors(accelerator, input_data, stop=stop)
+
+
+def gather_tensors(accelerator: Any, tensors: Any, *, stop: int | None = None) -> Any:
+    """Gather rows, up to ``stop``, from the first tensor rank of each data rank."""
+    rows = partial(_of_data_ranks, grid=grid_of(accelerator), stop=stop)
+    return recursively_apply(rows, accelerator.gather(tensors))
 
 
 def _has_tensors_only(data: Any) -> bool:

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -33,6 +32,7 @@ from lightning_elastic_zero.integrations.accelerators import (
     LoopState,
     check_steps,
     fallback_remedy,
+    take_device_state,
 )
 from lightning_elastic_zero.integrations.differences import samplers_of, warn_of_training
 from lightning_elastic_zero.integrations.engines import (
@@ -51,7 +51,11 @@ from lightning_elastic_zero.integrations.node_folders import (
     saving_last,
 )
 from lightning_elastic_zero.integrations.series import resume_folder
-from lightning_elastic_zero.integrations.tensor_ranks import grid_of, unfit_trainer
+from lightning_elastic_zero.integrations.tensor_ranks import (
+    gather_tensors,
+    grid_of,
+    unfit_trainer,
+)
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import read_file
 
@@ -170,6 +174,7 @@ class TrainerBinding(TrainerCallback):
         if grid_of(accelerator).tensor > 1:
             trainer = self._trainer
             trainer._track_num_input_tokens = self.track_num_input_tokens
+            trainer.evaluation_loop = self.evaluation_loop
             trainer.gather_function = partial(
                 accelerator.gather_for_metrics,
                 use_gather_object=trainer.args.eval_use_gather_object,
@@ -250,6 +255,13 @@ class TrainerBinding(TrainerCallback):
         self._class._track_num_input_tokens(trainer, *args, **kwargs)
         of_all = state.num_input_tokens_seen - before
         state.num_input_tokens_seen = before + of_all // grid_of(trainer.accelerator).tensor
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather from data ranks also in Seq2SeqTrainer, which gathers from all."""
+        trainer = self._trainer
+        if trainer.gather_function == trainer.accelerator.gather:
+            trainer.gather_function = partial(gather_tensors, trainer.accelerator)
+        return self._class.evaluation_loop(trainer, *args, **kwargs)
 
     def load_best_model(self) -> None:
         """Load the best folder, whose save may not be finished."""
@@ -332,11 +344,9 @@ def _restore_additional_rng(args: Any, grid: RankGrid, loaded: Loaded) -> None:
     saved = {"world_size": was, "process_index": rank, "parallel_mode": args.parallel_mode}
     of_saved = SimpleNamespace(args=SimpleNamespace(**saved))
     Trainer._load_rng_state(of_saved, str(loaded.load_dir))
-    if args.device.type != "cpu" and args.process_index != rank:
-        # The file has a state per device; each rank used its own.
-        devices = torch.get_device_module(args.device)
-        of_device = devices.get_rng_state(rank % devices.device_count())
-        devices.set_rng_state(of_device, args.device)
+    if args.process_index != rank:
+        file = loaded.load_dir / (f"rng_state_{rank}.pth" if was > 1 else "rng_state.pth")
+        take_device_state(file, args.device.type, rank, args.device)
 
 
 def _takes_folder(cls: type) -> bool:

@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
 )
 from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -154,6 +155,8 @@ class SharedCase(TrainerCase):
     tensor: int = 1
     scale: float = 1.0
     """The factor by which the program multiplies its loss."""
+    seq2seq: bool = False
+    """Whether the Trainer is transformers' Seq2SeqTrainer, which ignores ``scale``."""
 
 
 class Draws(TrainerCallback):
@@ -180,7 +183,7 @@ def shared_trainer(case: SharedCase, run: Run) -> Any:
     """Return a Trainer that records its run."""
     use_gloo()
     micro, accumulate = case.micro or (1, 1)
-    arguments = TrainingArguments(
+    arguments = Seq2SeqTrainingArguments(
         output_dir=case.output_dir,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulate,
@@ -202,7 +205,8 @@ def shared_trainer(case: SharedCase, run: Run) -> Any:
     watch = Watch(run, case)
     callbacks = [watch, Draws(case.tensor)]
     callbacks += [Stop(case.stop_at)] if case.stop_at else []
-    trainer = Scaled(
+    make: Any = Seq2SeqTrainer if case.seq2seq else Scaled
+    trainer = make(
         llama(),
         arguments,
         train_dataset=Sequences(case.samples),
@@ -271,6 +275,16 @@ def use_shared(case: SharedCase) -> Results:
         }
         close(trainer)
     return Results(run, weights, predicted, predictions.metrics["test_loss"])
+
+
+def predicted_by(case: SharedCase) -> list[int]:
+    """Train, and return the samples of predictions."""
+    with ulysses():
+        trainer = shared_trainer(case, Run())
+        trainer.train()
+        found: list[int] = trainer.predict(Sequences(EVALUATED)).label_ids[:, 0].tolist()
+        close(trainer)
+    return found
 
 
 def loop_shared(case: SharedCase, start: int = 0) -> Run:
@@ -343,14 +357,16 @@ def refused_cuts() -> list[str]:
     """Prepare runs with tensor parallelism that would be wrong; return the errors."""
     found = []
     cut = SharedCase("", stage=1, tensor=2)
-    kinds: tuple[tuple[SharedCase, Any, dict[str, Any]], ...] = (
-        (cut, Stream(4), {}),
-        (cut, Sequences(4), {"split_batches": True}),
-        (replace(cut, sequence=2), Sequences(4), {}),
-        (replace(cut, tensor=3), Sequences(4), {}),
-        (replace(cut, stage=3, config={"train_batch_size": 4}), Sequences(4), {}),
+    kinds: tuple[tuple[SharedCase, Any, dict[str, Any], Any], ...] = (
+        (cut, Stream(4), {}, _prepare),
+        (cut, Stream(4), {}, _prepare_first),
+        (cut, Stream(4), {}, _prepare_alone),
+        (cut, Sequences(4), {"split_batches": True}, _prepare),
+        (replace(cut, sequence=2), Sequences(4), {}, _prepare),
+        (replace(cut, tensor=3), Sequences(4), {}, _prepare),
+        (replace(cut, stage=3, config={"train_batch_size": 4}), Sequences(4), {}, _prepare),
     )
-    for case, data, options in kinds:
+    for case, data, options, prepare in kinds:
         use_gloo()
         with ulysses():
             config = shared_config(case, train_micro_batch_size_per_gpu=2)
@@ -360,7 +376,7 @@ def refused_cuts() -> list[str]:
                 dataloader_config=DataLoaderConfiguration(**options),
             )
             loader = DataLoader(data, batch_size=2)
-            found.append(error_text(partial(_prepare, accelerator, loader)))
+            found.append(error_text(partial(prepare, accelerator, loader)))
             accelerator.free_memory()
             AcceleratorState._reset_state(reset_partial_state=True)
     return found
@@ -373,6 +389,8 @@ def refused_trainers(case: SharedCase) -> list[str]:
         trainer = shared_trainer(replace(case, bound=False), Run())
         with patch.object(tensor_ranks, "version_of", lambda _: "5.18.1"):
             found.append(error_text(partial(elastic, trainer)))
+        trainer.args.train_sampling_strategy = "batch_rebalance"
+        found.append(error_text(partial(elastic, trainer)))
         trainer.args.hf_deepspeed_config = None  # as accelerate launch leaves it
         found.append(error_text(partial(elastic, trainer)))
         close(trainer)
@@ -381,6 +399,15 @@ def refused_trainers(case: SharedCase) -> list[str]:
 
 def _prepare(accelerator: Accelerator, loader: Any) -> None:
     elastic(accelerator).prepare(loader)
+
+
+def _prepare_first(accelerator: Accelerator, loader: Any) -> None:
+    accelerator.prepare(loader)
+    elastic(accelerator)
+
+
+def _prepare_alone(accelerator: Accelerator, loader: Any) -> None:
+    elastic(accelerator).prepare_data_loader(loader)
 
 
 def refused_loaders() -> list[str]:

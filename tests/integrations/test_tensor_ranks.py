@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.ranks import Pools
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from lightning_elastic_zero.integrations.accelerators import take_device_state
 from tests.integrations._hf_programs import Run
 from tests.integrations._sequence_programs import (
     EVALUATED,
@@ -22,6 +24,7 @@ from tests.integrations._sequence_programs import (
     SharedCase,
     loop_shared,
     losses_of_noisy,
+    predicted_by,
     refused_cuts,
     refused_trainers,
     train_shared,
@@ -193,6 +196,15 @@ def test_steps_reach_weights_that_were_gathered(hf_ranks: Pools, tmp_path: Path)
 
 
 @pytest.mark.long
+def test_a_seq2seq_trainer_predicts_each_sample_once(hf_ranks: Pools, tmp_path: Path) -> None:
+    args = {"max_steps": 1, "save_strategy": "no", "per_device_eval_batch_size": 2}
+    case = case_of(TWO_BY_TWO, tmp_path, args={**args, "label_names": ["labels"]}, seq2seq=True)
+    fills_the_last_batch = 0
+    wanted = [*range(EVALUATED), fills_the_last_batch]
+    assert hf_ranks.run(4, partial(predicted_by, case)) == [wanted] * 4
+
+
+@pytest.mark.long
 def test_an_evaluation_loss_does_not_depend_on_tensor_ranks(
     hf_ranks: Pools, tmp_path: Path
 ) -> None:
@@ -200,9 +212,22 @@ def test_an_evaluation_loss_does_not_depend_on_tensor_ranks(
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+def test_a_rank_takes_the_random_state_of_the_device_that_the_saved_rank_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, taken = tmp_path / "states", dict[torch.device, int]()
+    torch.save({"cuda": [torch.tensor(device) for device in range(4)]}, file)
+    stub = SimpleNamespace(set_rng_state=lambda state, device: taken.update({device: int(state)}))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: stub)
+    take_device_state(file, "cuda", 6, torch.device("cuda", 1))
+    take_device_state(file, "cuda", 0, torch.device("cpu"))
+    take_device_state(file, "xpu", 0, torch.device("xpu", 0))
+    assert taken == {torch.device("cuda", 1): 2}
+
+
 def test_runs_whose_samples_would_be_wrong_are_refused(hf_ranks: Pools) -> None:
     reasons = (
-        "with a DataLoader whose batches rank 0 reads for all",
+        *["with a DataLoader whose batches rank 0 reads for all"] * 3,
         "with split_batches=True",
         "together with sequence parallelism (sp_size=2)",
         "does not divide the number of ranks, 2",
@@ -216,7 +241,11 @@ def test_runs_whose_samples_would_be_wrong_are_refused(hf_ranks: Pools) -> None:
 
 @pytest.mark.long
 def test_trainers_that_count_all_ranks_are_refused(hf_ranks: Pools, tmp_path: Path) -> None:
-    reasons = ("transformers 5.18.1, whose Trainer", "the number of tensor ranks for 1: pass")
+    reasons = (
+        "transformers 5.18.1, whose Trainer",
+        "'batch_rebalance', which gives each tensor rank",
+        "the number of tensor ranks for 1: pass",
+    )
     for errors in hf_ranks.run(2, partial(refused_trainers, case_of(CUT, tmp_path))):
         for error, reason in zip(errors, reasons, strict=True):
             assert reason in error
