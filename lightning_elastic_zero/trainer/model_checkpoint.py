@@ -190,7 +190,7 @@ class ModelCheckpointHooks:
         for callback in trainer.checkpoint_callbacks:
             if not isinstance(callback, ModelCheckpoint):
                 continue
-            _ready_last(callback)
+            _ready_last(trainer, callback)
             saved = loaded.saves.get(callback.state_key, {})
             every, step = callback._every_n_train_steps, trainer.global_step
             if saved.get("deferred"):
@@ -460,13 +460,15 @@ class LoadedSaves:
     """The hook of callbacks in which it was saved; empty if it was saved in another place."""
 
 
-def _ready_last(callback: ModelCheckpoint) -> None:
+def _ready_last(trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
     """Let ``save_last="link"`` follow saves that the best k do not keep, as before the load.
 
     Lightning needs the path of any save for it, and does not save one. That of the last checkpoint
     itself keeps the link as it is until a save is due.
     """
     best = callback.best_model_path
+    if not best and not _on_rank_zero(trainer, lambda: _is_there(callback.last_model_path)):
+        return  # As in a new run, Lightning saves the last checkpoint at the end.
     is_here = best.startswith(f"{callback.dirpath}/")
     if not callback._last_checkpoint_saved:
         callback._last_checkpoint_saved = callback.last_model_path or (best if is_here else "")

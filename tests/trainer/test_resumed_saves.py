@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,21 @@ def test_last_follows_a_resumed_run(kill_at: int, worlds: Pools, tmp_path: Path)
     assert again.last == {step: at for step, at in whole.last.items() if step >= kill_at}
     assert again.kept == whole.kept == ["last.ckpt", "step=2.ckpt"]
     assert (again.best, again.weights) == (whole.best, whole.weights)
+
+
+def test_a_last_checkpoint_that_was_moved_is_saved_at_the_end(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """Without a due save, Lightning saves it there; the loaded state contains the old path."""
+    options = {"train_time_interval": timedelta(days=1), "save_last": "link"}
+    worlds.run(1, partial(fit_scored, scored(tmp_path, (1.0,), options)))
+    folder = tmp_path / "kept"
+    (folder / "last.ckpt").rename(folder / "moved.ckpt")
+    run = resumed(scored(tmp_path, (1.0, 2.0), options), "moved.ckpt")
+    (again,) = worlds.run(1, partial(fit_scored, run))
+    assert again.kept == ["last.ckpt", "moved.ckpt"]
+    saved = json.loads((folder / "last.ckpt" / "manifest.json").read_text())
+    assert saved["progress"]["global_steps"] == again.step == 4
 
 
 @pytest.mark.parametrize("is_killed_between", [True, False])
