@@ -144,7 +144,7 @@ print("the same")
 def check_nodes(folder: Path, output: str) -> None:
     """Second runs resumed the last step of the first ones, and old checkpoints are deleted."""
     assert re.search(
-        r"Loaded \S+ \(saved on 2 devices with ZeRO-3\) on 1 device at step 5\b", output
+        r"Loaded node://\S+ \(saved on 2 devices with ZeRO-3\) on 1 device at step 5\b", output
     )
     kept = {"epoch=0-step=7.ckpt", "epoch=0-step=8.ckpt", "last.ckpt"}
     assert {path.name for path in (folder / "run").glob("*.ckpt")} == kept
