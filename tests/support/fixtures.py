@@ -39,6 +39,9 @@ SERVER = pytest.StashKey[ForkServer]()
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the process that ranks are forked from: it imports while tests without ranks run."""
+    # Shells start background commands with SIGINT ignored, and child processes inherit this. Some
+    # tests send SIGINT to their own processes.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     server = ForkServer(shared=Path(gettempdir(), f"ez-ranks-{run}") if run else None)
     session.config.stash[SERVER] = server
@@ -197,14 +200,3 @@ def tidy_up() -> Iterator[None]:
     for pools in Pools.all:
         pools.end_unused()
     remove_shared_memory()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def restore_sigint() -> None:
-    """Make SIGINT raise KeyboardInterrupt.
-
-    Shells start background commands with SIGINT ignored, and child processes inherit this. Some
-    tests send SIGINT to their own processes.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
