@@ -641,7 +641,7 @@ def test_random_states_of_former_ranks_are_not_used(
         # DeepSpeed would count the samples of a step twice.
         ({"args": {"accelerator_config": {"split_batches": True}}}, "split_batches=True"),
         # Otherwise it is refused at the first save only.
-        ({"args": {"output_dir": "node:///run"}}, "output_dir is node:///run"),
+        ({"output_dir": "node:///run"}, "output_dir is node:///run"),
         (
             {"args": {"save_total_limit": 1}, "options": {"async_save": True}},
             "save_total_limit=1: the Trainer would delete the newest complete checkpoint",
@@ -660,7 +660,9 @@ def test_random_states_of_former_ranks_are_not_used(
 def test_arguments_that_lose_state_are_refused(
     case: dict[str, Any], words: str, hf_ranks: Pools, tmp_path: Path
 ) -> None:
-    failures = hf_ranks.run(2, partial(failure_of, TrainerCase(str(tmp_path), **case)))
+    failures = hf_ranks.run(
+        2, partial(failure_of, TrainerCase(**{"output_dir": str(tmp_path), **case}))
+    )
     assert all("UnsupportedError" in text and words in text for text in failures)
 
 
