@@ -167,7 +167,8 @@ def inspect_target(path: StorePath) -> ExistingTarget:
     if commit is not None and commit.linked_to:
         return ExistingTarget("link")
     recorded = recorded_files(commit.data).sizes if commit else {}
-    sizes = file_sizes(path)
+    # While training waits, no other node is asked whether a new name is free.
+    sizes = file_sizes(path) if commit or any(path.store.entries(path.key)) else {}
     foreign = [n for n in sizes if not _is_ours(n) and recorded.get(n, -1) not in {None, sizes[n]}]
     if commit is not None:
         return ExistingTarget("checkpoint", foreign_files_reason(tuple(foreign)))

@@ -559,6 +559,19 @@ def test_a_list_of_one_checkpoint_forgets_no_other(nodes: list[Node]) -> None:
         assert bytes(read.read(0, len(DATA))) == DATA
 
 
+def test_a_new_name_is_free_without_asking_other_nodes(nodes: list[Node]) -> None:
+    """Training waits for the answer. A checkpoint below it is noticed, wherever its files are."""
+    write_file(nodes[1], DATA)
+    nodes[0].store.swap(f"{KEY}/step-1/manifest.json", _commit(1), None)
+    be_on(nodes[0])
+    store = StorePath(NODES, KEY).store
+    before = store.requests
+    StoreFolder(StorePath(NODES, f"{KEY}/step-2")).prepare("step-2")
+    assert store.requests == before
+    with pytest.raises(SaveError, match=r"is not a checkpoint .* it contains step-1\. Nothing was"):
+        StoreFolder(StorePath(NODES, KEY)).prepare("step-1")
+
+
 def test_deleted_files_are_forgotten(nodes: list[Node]) -> None:
     """Otherwise, lists would take longer with each step that is saved and deleted."""
     store = nodes[0].store
