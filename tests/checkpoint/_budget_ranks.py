@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 import threading
 from collections import Counter
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,6 +74,32 @@ class PeakMemory:
         self.highest = max(self.highest, anonymous_bytes())
 
 
+class SentBytes:
+    """Counts the bytes that this process sends to others from Python.
+
+    The job's store is not counted, which is in C++.
+    """
+
+    def __enter__(self) -> SentBytes:
+        self._sent: list[int] = []  # From several threads.
+        self._patch = pytest.MonkeyPatch()
+        for owner, name in ((os, "sendfile"), (socket.socket, "send"), (socket.socket, "sendall")):
+            self._patch.setattr(owner, name, self._counting(getattr(owner, name)))
+        return self
+
+    def _counting(self, send: Callable[..., int | None]) -> Callable[..., int | None]:
+        def counting(*args: Any) -> int | None:
+            sent = send(*args)
+            self._sent.append(memoryview(args[1]).nbytes if sent is None else sent)
+            return sent
+
+        return counting
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+        self.count = sum(self._sent)
+
+
 class CopiedBytes(TorchDispatchMode):
     """Counts the bytes that torch copies or gathers (gloo copies those) in this thread."""
 
@@ -112,16 +140,17 @@ def make_engine(stage: int, width: int = WIDTH) -> Any:
     return engine
 
 
-def save(stage: int, path: str) -> dict[str, int]:
+def save(stage: int, path: str, node_copies: int = 2) -> dict[str, int]:
     from lightning_elastic_zero.api import save_checkpoint
 
     engine = make_engine(stage)
     engine.backward(engine(torch.randn(1, WIDTH)))
     engine.step()
-    save_checkpoint(engine, f"{path}.warm")
-    with PeakMemory() as peak:
-        figures = save_checkpoint(engine, path)
-    return {"extra": peak.highest - peak.before, "written": figures.bytes}
+    save_checkpoint(engine, f"{path}.warm", node_copies=node_copies)
+    with PeakMemory() as peak, SentBytes() as sent:
+        figures = save_checkpoint(engine, path, node_copies=node_copies)
+    extra = peak.highest - peak.before
+    return {"extra": extra, "written": figures.bytes, "sent": sent.count}
 
 
 def load(stage: int, path: str) -> dict[str, int]:
@@ -140,6 +169,14 @@ def load(stage: int, path: str) -> dict[str, int]:
         "read": after - before,
         "figures": loaded.stats.bytes,
     }
+
+
+def load_newest(stage: int, folder: str) -> dict[str, int]:
+    from lightning_elastic_zero.api import newest_checkpoint
+
+    newest = newest_checkpoint(folder)
+    assert newest is not None
+    return load(stage, newest)
 
 
 def reload(stage: int, path: str) -> dict[str, int]:

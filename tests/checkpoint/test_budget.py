@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint._budget_ranks import STATE_BYTES, evaluate, load, operations, reload, save
+from tests.checkpoint._budget_ranks import (
+    STATE_BYTES,
+    evaluate,
+    load,
+    load_newest,
+    operations,
+    reload,
+    save,
+)
+from tests.support.nodes import Nodes, needs_mounts
 from tests.support.ranks import ForkServer, Pools
 
 pytestmark = pytest.mark.engine
@@ -52,6 +61,26 @@ def test_ranks_read_the_state_once_and_hold_one_chunk_more(
     # An evaluation reads the masters, a third of the state, and no byte of optimizer state.
     evaluated = measured(evaluate, 2, 3, path)
     assert sum(rank["read"] for rank in evaluated) <= 1.05 * STATE_BYTES / 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("copies", [2, 3])
+def test_nodes_send_the_state_once_for_each_additional_copy(
+    fork_server: ForkServer, tmp_path: Path, copies: int
+) -> None:
+    """After the loss of a node, the others read the state once, and send what one has not."""
+    needs_mounts()
+    nodes = Nodes(tmp_path, fork_server)
+    with nodes.world(0, 1, 2) as run:
+        saved = run(partial(save, 3, f"{nodes.url}/big", node_copies=copies))
+    sent_bytes = sum(rank["sent"] for rank in saved)
+    assert (copies - 1) * STATE_BYTES <= sent_bytes <= 1.02 * (copies - 1) * STATE_BYTES
+    assert all(rank["extra"] < EXTRA_BYTES for rank in saved)
+    nodes.lose(0)
+    with nodes.world(1, 2) as run:
+        loaded = run(partial(load_newest, 3, nodes.url))
+    assert STATE_BYTES <= sum(rank["read"] for rank in loaded) <= 1.05 * STATE_BYTES
+    assert all(rank["extra"] < EXTRA_BYTES for rank in loaded)
 
 
 @pytest.mark.long
