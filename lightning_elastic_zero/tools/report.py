@@ -220,7 +220,7 @@ def verdict(verified: Verification) -> str:
     what = f"{verified.kind} of step {verified.steps}"
     if verified.elsewhere:
         return (
-            f"{verified.path}: {what}; NOT verified, because these files are on other nodes: "
+            f"{verified.path}: {what}; NOT verified, because this node does not have these files: "
             f"{format_names(verified.elsewhere)}. {format_bytes(verified.bytes)} here are intact"
         )
     if verified.unverified:

@@ -45,7 +45,8 @@ def answer_last(trainer: pl.Trainer, connect: Callable[[], Ranks]) -> None:
     if on_nodes and not any(callback.dirpath for callback in _saving(trainer)):
         msg = (
             f"OnExceptionCheckpoint({on_nodes[0]!r}) saves on nodes, and the search for the last "
-            "checkpoint there needs a ModelCheckpoint: add one with this dirpath"
+            "checkpoint there needs a ModelCheckpoint: add one with this dirpath, and save_top_k=0 "
+            "if it shall save nothing"
         )
         raise UnsupportedError(msg)
     for callback in callbacks:

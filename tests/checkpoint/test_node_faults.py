@@ -140,7 +140,7 @@ def test_tools_tell_files_of_other_nodes_from_damaged_ones(
     (line,) = (each for each in summary_lines(report) if each.startswith("other nodes"))
     assert f" {len(report.elsewhere)} of {len(report.files)} files: " in line
     assert main(["verify", report.path]) == UNVERIFIED
-    assert "NOT verified, because these files are on other nodes" in capsys.readouterr().out
+    assert "NOT verified, because this node does not have these files" in capsys.readouterr().out
     shard = next(runs.nodes.path(0, "step-1").rglob("*rank_0_*.pt"))
     shard.write_bytes(bytes(byte ^ 1 for byte in shard.read_bytes()))
     assert main(["verify", report.path]) == NO
