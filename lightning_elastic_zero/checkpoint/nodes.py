@@ -110,15 +110,19 @@ def hosts_of(path: AnyPath) -> Sequence[str]:
     return joined.hosts if joined is not None else ()
 
 
-def check_room(path: AnyPath, size_bytes: int, ranks: Ranks) -> None:
+def check_room(
+    path: AnyPath, size_bytes: Callable[[], int], ranks: Ranks, *, before_training: bool = False
+) -> None:
     """Refuse a save on nodes before it is written if one of them has no room. Collective.
 
     Ranks of a node write at once, and receive copies: each file alone may have room.
 
     Args:
         path: the checkpoint; others than those on nodes are ignored.
-        size_bytes: what this rank writes.
+        size_bytes: called on every rank; returns what it writes.
         ranks: all ranks of the job.
+        before_training: the folder of the checkpoints is given instead. What it contains may be
+            deleted before the first save, such as the leftovers of a killed run.
 
     Raises:
         SaveError: it would exceed the disk, the memory or the container of a node.
@@ -127,13 +131,17 @@ def check_room(path: AnyPath, size_bytes: int, ranks: Ranks) -> None:
     if joined is None:
         return
     holders = [joined.host, *(peer.host for peer in joined.targets)]
-    writes: tuple[int, list[str]] = (size_bytes, holders)
-    of_ranks = ranks.all_gather(f"save {path}: sizes", lambda: writes)
+
+    def writes() -> tuple[int, list[str]]:
+        return size_bytes(), holders
+
+    of_ranks = ranks.all_gather(f"save {path}: sizes", writes)
     needed_bytes = sum(size_bytes for size_bytes, hosts in of_ranks if joined.host in hosts)
 
     def check() -> None:
         with as_save_error(path):
-            joined.files.check_room(needed_bytes)
+            held = joined.files.below("") if before_training else ()
+            joined.files.check_room(needed_bytes - sum(each.size_bytes for each in held))
 
     ranks.run_all(f"save {path}: check room", check)
 

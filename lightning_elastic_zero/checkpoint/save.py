@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from lightning_elastic_zero.checkpoint.consistency import (
@@ -283,7 +284,7 @@ def _write(
     try:
         new = _NewSave(**ranks.broadcast(step, look_and_stage, look_at_state))
         contents = looked[0].contents
-        check_room(contents.target, _size_bytes(contents), ranks)
+        check_room(contents.target, partial(_size_bytes, contents), ranks)
         with staged[0].touch_regularly() if staged else nullcontext():
             of_ranks = ranks.gather(f"save {new.path}: write", write_files)
             published = ranks.broadcast(f"save {new.path}: publish", publish)

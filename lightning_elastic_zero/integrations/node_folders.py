@@ -27,9 +27,12 @@ from typing import Any
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from lightning_elastic_zero.checkpoint.directory_check import check_room_to_train
+from lightning_elastic_zero.checkpoint.file_queue import FileQueue
 from lightning_elastic_zero.checkpoint.nodes import join_folder
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.core.grid import RankGrid
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import CheckpointFormatError
 from lightning_elastic_zero.formats.newest import check_complete, newest_first
 from lightning_elastic_zero.formats.open import open_checkpoint
@@ -170,6 +173,28 @@ def saving_last(engine: Any) -> Iterator[None]:
         engine.save_checkpoint = save
     for call in calls[-1:]:  # Without gathered weights, the Trainer saves twice.
         call()
+
+
+def prepare_saves(
+    engine: Any, resumed: Path | None, args: Any, state: Any, options: LoopOptions
+) -> None:
+    """Refuse to train if the nodes have no room for a save. Collective.
+
+    ``resumed`` is the folder that this run continues. A killed run leaves one that it was about to
+    delete, whose room the first save needs.
+    """
+    if args.save_strategy == "no" or args.save_only_model:
+        return  # Nothing is saved on nodes.
+    series, call = Path(args.output_dir, PREFIX_CHECKPOINT_DIR), f"train in {args.output_dir}"
+
+    def delete_leftovers() -> None:
+        if resumed is not None and is_folder_of_nodes(resumed, args):
+            for old in _replaced_by(_on_nodes(resumed), args, state):
+                FileQueue().delete(str(old))
+
+    with closing(connect_ranks(options.timeouts(), "elastic-zero engine", call)) as ranks:
+        ranks.broadcast(f"{call}: delete leftovers", delete_leftovers)
+        check_room_to_train(_on_nodes(series).parent, LiveEngine(engine), ranks)
 
 
 def checkpoint_on_nodes(folder: Path, args: Any, state: Any) -> OnNodes:

@@ -48,6 +48,7 @@ from lightning_elastic_zero.integrations.node_folders import (
     folder_on_nodes,
     is_folder_of_nodes,
     join_nodes,
+    prepare_saves,
     saving_last,
 )
 from lightning_elastic_zero.integrations.series import resume_folder
@@ -311,9 +312,14 @@ class TrainerBinding(TrainerCallback):
     # -- the callback ----------------------------------------------------------------------------
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Warn of samples and losses that differ from those of the old run."""
-        if self._loaded is not None:
-            warn_of_training(self._trainer, self._loaded)
+        """Warn of samples and losses that differ from those of the old run, and prepare saves."""
+        trainer, loaded = self._trainer, self._loaded
+        if loaded is not None:
+            warn_of_training(trainer, loaded)
+        if trainer.args.save_on_each_node:
+            resumed = loaded.load_dir if loaded is not None else None
+            engine, options = trainer.model_wrapped, self._options
+            prepare_saves(engine, resumed, trainer.args, trainer.state, options)
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """Set the epoch of a user's sampler.

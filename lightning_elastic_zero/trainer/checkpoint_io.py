@@ -23,10 +23,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_elastic_zero.checkpoint.directory_check import check_directories
+from lightning_elastic_zero.checkpoint.directory_check import (
+    check_directories,
+    check_room_to_train,
+)
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
-from lightning_elastic_zero.checkpoint.nodes import check_room
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     LoadOptions,
@@ -43,7 +45,7 @@ from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.paths import is_on_nodes, parse_path
+from lightning_elastic_zero.storage.paths import parse_path
 from lightning_elastic_zero.trainer.batches import UserSettings
 from lightning_elastic_zero.trainer.fit_warnings import (
     configured_rates,
@@ -130,7 +132,7 @@ class RunCheckpoints:
             UnsupportedError: DeepSpeed's buffers have an unknown layout on some rank, or a callback
                 would average weights that are partitioned or cut.
             SaveError: A ``ModelCheckpoint`` would replace files that this library did not write, or
-                its ``dirpath`` is not writable, not shared by all ranks, or on nodes without room.
+                its ``dirpath`` is not writable, or not shared by all ranks.
         """
         fitting, is_cut = is_fitting(trainer), grid_of(trainer).tensor > 1
         for callback in averaging_callbacks(trainer) if (partitioned or is_cut) and fitting else ():
@@ -148,12 +150,7 @@ class RunCheckpoints:
         self._grid, self._device = grid_of(trainer), trainer.strategy.root_device
         callbacks = trainer.checkpoint_callbacks if fitting else []
         dirpaths = [getattr(callback, "dirpath", None) for callback in callbacks]
-        used = [  # of callbacks that save through the strategy
-            callback.dirpath
-            for callback in callbacks
-            if isinstance(callback, (ModelCheckpoint, OnExceptionCheckpoint))
-            and not trainer.fast_dev_run  # type: ignore[attr-defined]
-        ]
+        used = [callback.dirpath for callback in _savers(trainer)] if fitting else []
         made = check_directories(used, self._get_ranks(), self._save_options.node_copies)
         self._made_directories += made if trainer.is_global_zero else ()
         # An unknown layout may occur on one rank only.
@@ -162,22 +159,19 @@ class RunCheckpoints:
             lambda: LiveEngine(engine).verify_addresses(fresh=True),
         )
         handle = LiveEngine(engine, places_checked=True)
-        self._check_room(used, handle)
         self._manager.start(handle, trainer.global_rank, dirpaths)
         if fitting:
             self._watch_steps(handle)  # after the manager's hook, which may wait and be interrupted
         self._hooks.begin(trainer)
 
-    def _check_room(self, dirpaths: Iterable[object], live: LiveEngine) -> None:
-        """Refuse to train if nodes have no room for the masters, which each save contains."""
-        folders = [folder_at(str(dirpath)).path for dirpath in dirpaths if dirpath]
-        on_nodes = [path for path in folders if is_on_nodes(path)]
-        if not on_nodes or live.keeps_state_in_files():
-            return
-        state = live.rank_state(exclude_frozen=True, keep_module_weights=False)
-        size_bytes = sum(tensor.nbytes for tensor in state.large_tensors())
-        for path in on_nodes:
-            check_room(path, size_bytes, self._get_ranks())
+    def check_room(self, trainer: pl.Trainer, engine: Any) -> None:
+        """Refuse to train if nodes have no room for the checkpoints of a callback; collective."""
+        live = LiveEngine(engine, places_checked=True)
+        for callback in _savers(trainer):
+            if callback.dirpath and _may_save(callback):
+                folder = folder_at(str(callback.dirpath)).path
+                weights_only = getattr(callback, "save_weights_only", False)
+                check_room_to_train(folder, live, self._get_ranks(), weights_only=weights_only)
 
     def _watch_steps(self, live: LiveEngine) -> None:
         """Note when an optimizer step begins to change weights; see ``_is_omitted``."""
@@ -468,6 +462,21 @@ class RunCheckpoints:
         if is_fitting(trainer) and not self._is_resumed:
             text, has_checkpoints = _format_not_resumed(self._manager.dirpaths)
             (rank_zero_warn if has_checkpoints else rank_zero_info)(text)
+
+
+def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint | OnExceptionCheckpoint]:
+    """Return the callbacks that save through the strategy."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return []
+    callbacks = trainer.checkpoint_callbacks
+    return [c for c in callbacks if isinstance(c, (ModelCheckpoint, OnExceptionCheckpoint))]
+
+
+def _may_save(callback: ModelCheckpoint | OnExceptionCheckpoint) -> bool:
+    """Whether a callback is not one of those that save nothing (``save_top_k=0``)."""
+    options = ("save_top_k", "save_last", "save_on_exception")
+    is_any = any(getattr(callback, option, False) for option in options)
+    return is_any or not isinstance(callback, ModelCheckpoint)
 
 
 def _ends_run(trainer: pl.Trainer, path: str | os.PathLike[str]) -> bool:

@@ -374,6 +374,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._checkpoints.check_room(self._trainer, self.deepspeed_engine)
         self._resumer.on_train_start(self._trainer, self.root_device)
         self._checkpoints.resume_saves(self._trainer)
         super().on_train_start()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
+from lightning_elastic_zero.storage.node_files import NodeFiles
+from lightning_elastic_zero.storage.node_http import Peer
 from tests.support.ranks import ForkServer, Pools
 
 T = TypeVar("T")
@@ -43,6 +46,29 @@ def enter(folder: str, mounted: str, boot: str = "") -> None:
     for source, target in [(folder, mounted), (boot, "/proc/sys/kernel/random/boot_id")]:
         if source:
             _libc("mount", source.encode(), target.encode(), None, ctypes.c_ulong(_BIND), None)
+
+
+_CHANGES = [(Peer, "put_part"), (Peer, "put_name"), (Peer, "delete"), (NodeFiles, "write_name")]
+
+
+def count_changes(kill_at: int = -1) -> list[str]:
+    """Return a list to which this process adds the changes of nodes that it makes from now on.
+
+    It kills itself before the one of a number.
+    """
+    made: list[str] = []
+
+    def counted(name: str, change: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        made.append(name)
+        if len(made) == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return change(*args, **kwargs)
+
+    for owner, name in _CHANGES:
+        change = getattr(owner, name)
+        # A method needs a function.
+        setattr(owner, name, lambda *args, _of=(name, change), **kw: counted(*_of, *args, **kw))
+    return made
 
 
 def on_node(folders: Sequence[str], mounted: str, call: Callable[[], T]) -> T:

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,10 +24,9 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
 from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage import node_files
-from lightning_elastic_zero.storage.node_files import NodeFiles
-from lightning_elastic_zero.storage.node_http import Peer
 from lightning_elastic_zero.trainer.model_checkpoint import ModelCheckpointHooks
 from lightning_elastic_zero.trainer.preemption import PreemptionCheckpoint
 from tests.support.fits import (
@@ -41,7 +39,7 @@ from tests.support.fits import (
     quiet_trainer,
 )
 from tests.support.launch import Job, run_ranks
-from tests.support.nodes import Nodes, enter, needs_mounts
+from tests.support.nodes import Nodes, count_changes, enter, needs_mounts
 from tests.support.outcome import captured_log, captured_warnings, error_text
 from tests.support.ranks import ForkServer
 
@@ -212,23 +210,9 @@ class CountedFit:
     def __call__(self, job: Job) -> None:
         enter(self.folders[job.rank], self.mounted)
         job.set_environment()
-        count = 0
-
-        def counted(change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == self.kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return change(*args, **kwargs)
-
-        for owner, name in CHANGES if job.rank == 0 else ():
-            change = getattr(owner, name)
-            setattr(owner, name, lambda *args, _of=change, **kwargs: counted(_of, *args, **kwargs))
+        changes = count_changes(self.kill_at) if job.rank == 0 else []
         job.note("end", fit(self.plan)["end"])
-        job.note("changes", count)
-
-
-CHANGES = [(Peer, "put_part"), (Peer, "put_name"), (Peer, "delete"), (NodeFiles, "write_name")]
+        job.note("changes", len(changes))
 
 
 @pytest.mark.long
@@ -286,25 +270,45 @@ def test_a_full_neighbour_stops_all_ranks(nodes: Nodes) -> None:
     assert f"{nodes.url}/step=2.ckpt" in result["loaded"]
 
 
-def fit_without_room(plan: FitCase) -> tuple[str, int]:
-    """Fit while rank 1's node has less room than its copies of the masters need."""
+def fit_on_a_bad_node(plan: FitCase, fault: str) -> tuple[str, int]:
+    """Fit while rank 1's node has no room for its copies of the masters, or cannot count them."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UnsupportedError(fault)
+
     if os.environ["RANK"] == "1":
-        node_files.free_bytes = lambda folder: (1 << 20, "the memory of this test")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(node_files, "free_bytes", lambda _: (1 << 20, "the memory of this test"))
+            if fault != "no room":
+                patch.setattr(LiveEngine, "rank_state", refuse)
+            return fit_and_count(plan)
+    return fit_and_count(plan)
+
+
+def fit_and_count(plan: FitCase) -> tuple[str, int]:
     trainer, net, data, _ = plan.make()
-    return error_text(lambda: trainer.fit(net, data)), trainer.global_step
+    return error_text(lambda: trainer.fit(net, **data)), trainer.global_step
 
 
 @pytest.mark.long
 @pytest.mark.engine
 def test_a_fit_without_room_for_the_masters_does_not_start(nodes: Nodes) -> None:
+    """On no rank; unless nothing would be saved."""
+    plan = FitCase(nodes.url, checkpoint=EACH_STEP)
+    saves_nothing = replace(plan, checkpoint={"save_top_k": 0})
     with nodes.world(0, 1) as run:
-        for error, step in run(partial(fit_without_room, FitCase(nodes.url, checkpoint=EACH_STEP))):
+        for error, step in run(partial(fit_on_a_bad_node, plan, "no room")):
             assert step == 0
             assert re.search(
-                rf"Could not write {nodes.url}: \d+ bytes are needed, but the memory of "
-                rf"this test has {1 << 20} left",
+                rf"^SaveError: .*Could not write {nodes.url}: \d+ bytes are needed, but the memory "
+                rf"of this test has {1 << 20} left",
                 error,
             ), error
+        for error, step in run(partial(fit_on_a_bad_node, plan, "not countable")):
+            assert step == 0
+            assert error.startswith("UnsupportedError: ")
+            assert "not countable" in error
+        assert run(partial(fit_on_a_bad_node, saves_nothing, "no room")) == [("", 2)] * 2
 
 
 def damage(nodes: Nodes, node: int, step: int) -> None:
@@ -419,6 +423,7 @@ def test_an_exception_checkpoint_needs_a_model_checkpoint(nodes: Nodes) -> None:
         for error in run(partial(save_only_exceptions, nodes.url)):
             assert error.startswith("UnsupportedError: ")
             assert f"OnExceptionCheckpoint('{nodes.url}') saves on nodes" in error
+            assert "add one with this dirpath" in error
 
 
 def save_only_exceptions(url: str) -> str:
