@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.nodes import Nodes, needs_mounts
+from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.storage import node_files
+from tests.support.launch import Job, run_ranks
+from tests.support.nodes import Nodes, count_changes, enter, needs_mounts
 from tests.support.outcome import error_text
 from tests.support.ranks import ForkServer, Pools
 
@@ -50,7 +54,7 @@ def nodes(tmp_path: Path, fork_server: ForkServer, hf_ranks: Pools) -> Nodes:
 def whole(hf_ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run of eight steps that was not interrupted, on a shared disk."""
     folder = tmp_path_factory.mktemp("whole")
-    return hf_ranks.run(2, partial(train, case_in(folder, state_at=(5,))))[0]
+    return hf_ranks.run(2, partial(train, case_in(folder, state_at=(*range(1, 9),))))[0]
 
 
 def case_in(folder: Path, args: dict[str, Any] | None = None, **case: Any) -> TrainerCase:
@@ -242,6 +246,88 @@ def test_the_best_saved_model_is_kept(nodes: Nodes) -> None:
     assert saved(nodes, 0) == saved(nodes, 1) == ["checkpoint-2", "checkpoint-8"]
 
 
+def train_without_deletions(case: TrainerCase) -> Run:
+    """Train as a run that is killed before each deletion; for new ranks."""
+    CheckpointManager.remove = lambda *_: None  # type: ignore[method-assign]
+    return train(case)
+
+
+@pytest.mark.long
+def test_a_resume_deletes_what_a_killed_run_was_about_to_delete(nodes: Nodes) -> None:
+    """The first save needs its room."""
+    args = {"save_steps": 2, "save_total_limit": 1}
+    with nodes.world(0, 1) as run:
+        run(OnNodes(case_on(nodes, args, stop_at=4), call=train_without_deletions))
+    assert saved(nodes, 0) == saved(nodes, 1) == ["checkpoint-2", "checkpoint-4"]
+    with nodes.world(1, 0) as run:
+        run(OnNodes(case_on(nodes, args, stop_at=5, resume=True)))
+    assert saved(nodes, 0) == saved(nodes, 1) == ["checkpoint-4"]
+
+
+class NoteSaves(TrainerCallback):
+    """Reports each step before it begins, and each save that has returned."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.job.note("begun", state.global_step + 1)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.job.note("saved", state.global_step)
+
+
+@dataclass(frozen=True)
+class KilledTraining:
+    """Training on two nodes, of which rank 0's is killed before one of its changes of nodes."""
+
+    case: TrainerCase
+    folders: tuple[str, ...]
+    mounted: str
+    kill_at: int = -1
+
+    def __call__(self, job: Job) -> None:
+        enter(self.folders[job.rank], self.mounted)
+        job.set_environment()
+        os.environ["LOCAL_RANK"] = "0"
+        run = Run()
+        trainer = make_trainer(self.case, run)
+        trainer.add_callback(NoteSaves(job))
+        changes = count_changes(self.kill_at if job.rank == 0 else -1)
+        train_to_end(trainer, self.case, run)
+        job.note("changes", len(changes))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_kill_repeats_no_step_that_was_saved(
+    nodes: Nodes, fork_server: ForkServer, whole: Run, *, async_save: bool
+) -> None:
+    """Rank 0 and its node are lost in a save or a deletion."""
+    args = {"save_steps": 1, "save_total_limit": 2}
+    case = case_on(nodes, args, options={"async_save": async_save})
+    disks = nodes.disk(0), nodes.disk(1), nodes.disk(2)
+    for folder in (nodes.mounted, *disks):
+        folder.mkdir()
+    killed = KilledTraining(case, (str(disks[0]), str(disks[1])), str(nodes.mounted))
+    changes = run_ranks(killed, 2, fork_server)[0].notes["changes"]
+    for part in (0.35, 0.55, 0.8):
+        nodes.lose(0, 1, 2)
+        run = replace(killed, kill_at=int(changes * part))
+        lost, left = run_ranks(run, 2, fork_server)
+        assert lost.returncode == -signal.SIGKILL
+        assert left.returncode > 0
+        newest = max(int(name.rpartition("-")[2]) for name in saved(nodes, 1))
+        assert newest >= lost.notes["saved"] - async_save
+        assert newest >= lost.notes["begun"] - 1 - async_save
+        nodes.lose(0)
+        with nodes.world(1, 2) as on:
+            resumed = on(OnNodes(replace(case, resume=True)))[0]
+        assert_equal(resumed.first_state, whole.states[newest])
+        assert_continues(resumed, whole, range(newest + 1, 9))
+        assert saved(nodes, 1) == saved(nodes, 2) == ["checkpoint-7", "checkpoint-8"]
+
+
 @pytest.mark.long
 def test_lost_files_are_named(nodes: Nodes, whole: Run) -> None:
     """With two of three nodes lost, nothing starts at step 0; a shared checkpoint can be passed."""
@@ -254,6 +340,26 @@ def test_lost_files_are_named(nodes: Nodes, whole: Run) -> None:
             assert error.startswith("CheckpointNotFoundError: ")
             assert f"node://{nodes.mounted}/out/_nodes/checkpoint-5 is incomplete: " in error
             assert "missing: disk-1 (now with a new folder), disk-2" in error
+
+
+def train_without_room(case: TrainerCase) -> str:
+    """Train while rank 1's node has less room than its copies of the masters need."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(node_files, "free_bytes", lambda _: (1 << 20, "the memory of this test"))
+        return failure_of(case)
+
+
+@pytest.mark.long
+def test_training_without_room_for_the_masters_does_not_start(nodes: Nodes) -> None:
+    """On no rank; unless nothing would be saved."""
+    with nodes.world(0, 1) as run:
+        for error in run(OnNodes(case_on(nodes), call=train_without_room)):
+            assert error.startswith("SaveError: ")
+            assert "bytes are needed, but the memory of this test has 1048576 left" in error
+        case = case_on(nodes, {"save_strategy": "no"})
+        assert run(OnNodes(case, call=train_without_room)) == ["", ""]
+    assert not list(nodes.disk(0).glob("out/checkpoint-*"))
 
 
 @pytest.mark.long
