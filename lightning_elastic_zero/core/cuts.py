@@ -115,7 +115,7 @@ class Rows:
 
 def _rows(count: int, length: int, source: int, target: int, *steps: int) -> Rows:
     """Return rows; those that are adjacent in both tensors are one."""
-    if count == 1 or set(steps) == {length}:
+    if count == 1 or steps == (length, length):
         return Rows(1, count * length, source, target)
     return Rows(count, length, source, target, *steps)
 

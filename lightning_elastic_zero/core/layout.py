@@ -133,7 +133,7 @@ class Resharding:
 
         Of a parameter that every tensor rank has, live ranks take turns with the saved copies.
         """
-        known: dict[object, list[tuple[int, Rows]]] = {}
+        known: dict[object, list[tuple[int, Rows, Rows | None]]] = {}
         for of in wanted:
             held, live = self.held.cuts.get(of.name), self.wanted.cuts.get(of.name)
             # Widths of fused parameters may be those of a plain one on more tensor ranks.
@@ -144,11 +144,14 @@ class Resharding:
             # The layers of a model have equal weights: their rows are computed once.
             key = held and held.place, live and live.place, shape, of.start, of.stop
             if key not in known:
-                known[key] = [*self._rows(held, live, shape, of.start, of.stop)]
-            for shard, rows in known[key]:
+                known[key] = [
+                    (shard, rows, None if rows.count == 1 else rows.from_zero())
+                    for shard, rows in self._rows(held, live, shape, of.start, of.stop)
+                ]
+            for shard, rows, several in known[key]:
                 offset = of.offset + rows.target - of.start
                 at = Fragment(of.name, rows.source, rows.source_stop, of.rank, of.buffer, offset)
-                yield Source(at, shard, None if rows.count == 1 else rows)
+                yield Source(at, shard, several)
 
     def _rows(
         self, held: Cut | None, live: Cut | None, shape: Sequence[int], start: int, stop: int
@@ -177,7 +180,8 @@ class Source:
     shard: int
     """The saved tensor rank."""
     rows: Rows | None = None
-    """The rows of these elements that are copied; None: all."""
+    """The rows of these elements that are copied, from their first to the first of the target;
+    None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,20 +227,22 @@ class TransferPlan:
     """The transfers that fill wanted fragments from held ones, one source rank at a time.
 
     From a thousand ranks of ZeRO-3 onto a few, there are millions of transfers. A plan stores only
-    the range of source ranks of each wanted fragment, and computes the transfers from a rank when
-    it gets there, so its memory grows with the number of wanted fragments.
+    the range of source ranks of each wanted fragment, or its transfer if there is one, and computes
+    the transfers from a rank when it gets there, so its memory grows with the number of wanted
+    fragments.
     """
 
     def __init__(
         self, wanted: Iterable[Fragment], held: Layout, resharding: Resharding = SAME_SHARDS
     ) -> None:
         self._held = held
-        self._from: dict[int, list[Source]] = {}
+        self._from: dict[int, list[Source | Transfer]] = {}
         extents, step = set(), resharding.held.size
         for source in resharding.sources(wanted):
-            first, last = _extent(source, held)
-            self._from.setdefault(first, []).append(source)
-            extents.add((first, last))
+            first, last = _ends(source, held)
+            begun = _transfer(first, source.at, source.rows) if first is last else source
+            self._from.setdefault(first.rank, []).append(begun)
+            extents.add((first.rank, last.rank))
         self.ranks: Sequence[int] = sorted({r for a, b in extents for r in range(a, b + 1, step)})
         """The ranks from which there are transfers, ascending."""
 
@@ -247,8 +253,8 @@ class TransferPlan:
         """
         unfinished: list[tuple[Transfer, Iterator[Transfer]]] = []
         for rank in self.ranks:
-            for source in self._from.get(rank, ()):
-                runs = _fill(source, self._held)
+            for begun in self._from.get(rank, ()):
+                runs = iter((begun,)) if isinstance(begun, Transfer) else _fill(begun, self._held)
                 unfinished += [(first, runs) for first in itertools.islice(runs, 1)]
             transfers, waiting = [], []
             for first, runs in unfinished:
@@ -268,20 +274,23 @@ class TransferPlan:
             raise CheckpointFormatError(msg)
 
 
-def _extent(source: Source, held: Layout) -> tuple[int, int]:
-    """Return the first and the last rank that hold a part of a shard."""
+def _ends(source: Source, held: Layout) -> tuple[Fragment, Fragment]:
+    """Return the runs that hold the first and the last element of a part of a shard."""
     at = source.at
     try:
-        first = last = next(held.covering(at.name, at.start, at.stop, source.shard), None)
+        runs = held.covering(at.name, at.start, at.stop, source.shard)
+        first = last = next(runs, None)
         if first and first.stop < at.stop:
             last = next(held.covering(at.name, at.stop - 1, at.stop, source.shard), None)
+        elif next(runs, None):
+            last = None  # There is another run of the same elements.
     except KeyError as error:
         msg = f"the checkpoint's layout holds no parameter named {at.name}"
         raise CheckpointFormatError(msg) from error
     if not (first and last and (first.start, last.stop) == (at.start, at.stop)):
         reached = max((t.stop for t in _fill(source, held)), default=at.start)
         raise CheckpointFormatError(_not_once(at, reached))
-    return first.rank, last.rank
+    return first, last
 
 
 def _fill(source: Source, held: Layout) -> Iterator[Transfer]:
@@ -291,16 +300,7 @@ def _fill(source: Source, held: Layout) -> Iterator[Transfer]:
         if run.start != reached or run.stop > at.stop:
             raise CheckpointFormatError(_not_once(at, reached))
         if source.rows is None:
-            yield Transfer(
-                name=at.name,
-                start=run.start,
-                stop=run.stop,
-                source_rank=run.rank,
-                source_buffer=run.buffer,
-                source_offset=run.offset,
-                target_buffer=at.buffer,
-                target_offset=at.offset + run.start - at.start,
-            )
+            yield _transfer(run, at)
         else:
             yield from _rows_in(run, source.rows, at)
         reached = run.stop
@@ -308,18 +308,34 @@ def _fill(source: Source, held: Layout) -> Iterator[Transfer]:
         raise CheckpointFormatError(_not_once(at, reached))
 
 
+def _transfer(run: Fragment, at: Fragment, rows: Rows | None = None) -> Transfer:
+    """Return the transfer from one held fragment; ``rows`` if it has all of them."""
+    return Transfer(
+        at.name,
+        run.start,
+        run.stop,
+        source_rank=run.rank,
+        source_buffer=run.buffer,
+        source_offset=run.offset,
+        target_buffer=at.buffer,
+        target_offset=at.offset + run.start - at.start,
+        rows=rows,
+    )
+
+
 def _rows_in(run: Fragment, rows: Rows, at: Fragment) -> Iterator[Transfer]:
     """Yield the transfers of rows from one held fragment; ``at`` places the first row."""
-    for part in rows.clip(run.start, run.stop):
+    skipped = run.start - at.start
+    for part in rows.clip(skipped, run.stop - at.start):
         yield Transfer(
-            name=at.name,
-            start=part.source,
-            stop=part.source_stop,
+            at.name,
+            at.start + part.source,
+            at.start + part.source_stop,
             source_rank=run.rank,
             source_buffer=run.buffer,
-            source_offset=run.offset + part.source - run.start,
+            source_offset=run.offset + part.source - skipped,
             target_buffer=at.buffer,
-            target_offset=at.offset + part.target - rows.target,
+            target_offset=at.offset + part.target,
             rows=part.from_zero() if part.count > 1 else None,
         )
 

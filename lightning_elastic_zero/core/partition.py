@@ -80,6 +80,11 @@ class _ParameterSpan:
     offset: int
     """Offset of that part in each rank's flat buffer."""
 
+    def range_on(self, rank: int) -> tuple[int, int]:
+        """Return the parameter's elements ``[start, stop)`` in a rank's part, padding included."""
+        begin = rank * self.part - self.first
+        return max(begin, 0), begin + self.part
+
 
 class _Partition:
     """A layout that is computed from the places of the parameters."""
@@ -102,24 +107,20 @@ class _Partition:
         return [
             fragment
             for name in self._near(rank)
-            for fragment in self._held(name, (rank,), 0, self._places[name].numel)
+            for fragment in self.covering(name, *self._places[name].range_on(rank))
         ]
 
     def covering(self, name: str, start: int, stop: int, shard: int = 0) -> Iterator[Fragment]:
         del shard  # There is one.
         place = self._places[name]
         stop = min(stop, place.numel)
-        if start < stop:
-            first, last = ((place.first + at) // place.part for at in (start, stop - 1))
-            yield from self._held(name, range(first, last + 1), start, stop)
-
-    def _held(self, name: str, ranks: Iterable[int], start: int, stop: int) -> Iterator[Fragment]:
-        place = self._places[name]
-        for rank in ranks:
-            begin = rank * place.part - place.first  # of the rank's part, counted in the parameter
-            low, high = max(begin, start), min(begin + place.part, stop)
-            if low < high:
-                yield Fragment(name, low, high, rank, place.buffer, place.offset + low - begin)
+        if start >= stop:
+            return
+        rank, skipped = divmod(place.first + start, place.part)
+        while start < stop:
+            end = min(start + place.part - skipped, stop)
+            yield Fragment(name, start, end, rank, place.buffer, place.offset + skipped)
+            rank, start, skipped = rank + 1, end, 0
 
     def _near(self, rank: int) -> Iterable[str]:
         """Return the parameters of which a rank may hold elements, in order."""

@@ -547,7 +547,7 @@ class TestManyParameters:
             assert held.runs <= moved + len(wanted)
             ranks.append(rank)
         runs = sum(len([*layout.covering(f.name, f.start, f.stop)]) for f in wanted)
-        assert held.runs == moved == runs
+        assert held.runs <= moved == runs
         assert ranks == plan.ranks
 
     @pytest.mark.cases(1)
