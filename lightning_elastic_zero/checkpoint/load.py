@@ -30,6 +30,7 @@ from lightning_elastic_zero.checkpoint.load_checks import (
     source_summary,
 )
 from lightning_elastic_zero.checkpoint.nodes import join_folder_of
+from lightning_elastic_zero.checkpoint.shards import describe_drifted
 from lightning_elastic_zero.checkpoint.streams import finish_device_work
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
@@ -47,6 +48,7 @@ from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import RestoreTargets, RestoreValues
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import DAMAGE_ERRORS, CheckpointFormatError, RanksError
+from lightning_elastic_zero.formats.copies import drifted_copies
 from lightning_elastic_zero.formats.newest import manifest_of
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader, scalars_by_buffer
@@ -174,6 +176,7 @@ def _load_once(
             opened.append(_open(directory, options, ranks.progress, files))
             found.append(opened[0].manifest.save_id)
             opened[0].check_all()
+            _warn_of_copies(where, opened[0])
             return asdict(_Found(str(directory), found[-1]))
 
         first = _Found(**ranks.broadcast("load: find the checkpoint", find, live.check))
@@ -245,6 +248,17 @@ def _find(path: str | os.PathLike[str], ranks: Ranks) -> AnyPath:
     asked.check_shareable(ranks.world_size)
     asked.repair()
     return asked.follow_links_if_exists().path
+
+
+def _warn_of_copies(where: str, source: CheckpointReader) -> None:
+    """Rank 0: warn of weights that tensor ranks trained apart; a save of this library has."""
+    if not source.manifest.files and (drifted := drifted_copies(source)):
+        log.warning(
+            "%s: %s. On the same number of tensor ranks, each gets its own copy back; on another "
+            "number, some are dropped.",
+            where,
+            describe_drifted(drifted),
+        )
 
 
 def _open(

@@ -74,9 +74,16 @@ def _warn_of_copies(size: int, of_ranks: Sequence[Mapping[str, int]]) -> None:
             of_shard[name] = (of_shard.get(name, 0) + value) % _MODULUS
     if drifted := [n for n, value in sums[0].items() if any(o[n] != value for o in sums[1:])]:
         log.warning(
-            "Every tensor rank trains %s for itself, and these copies have become different: their "
-            "gradients differ between tensor ranks, so the model is not the one that is meant to "
-            "train (a layer that the preset of AutoTP does not know?). Each tensor rank's copy is "
-            "saved; on another number of tensor ranks, some are dropped.",
-            format_names(drifted),
+            "%s. Each tensor rank's copy is saved; on another number of tensor ranks, some are "
+            "dropped.",
+            describe_drifted(drifted),
         )
+
+
+def describe_drifted(names: Sequence[str]) -> str:
+    """Describe copies of weights that differ between tensor ranks."""
+    return (
+        f"Every tensor rank trains {format_names(names)} for itself, and these copies have become "
+        "different: their gradients differ between tensor ranks, so the model is not the one that "
+        "is meant to train (a layer that the preset of AutoTP does not know?)"
+    )

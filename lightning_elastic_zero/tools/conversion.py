@@ -18,7 +18,9 @@ from typing import TypeAlias
 import torch
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS, ByteCount, Progress
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
+from lightning_elastic_zero.formats.copies import drifted_copies
 from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers
 from lightning_elastic_zero.storage.exports import staged_export
 from lightning_elastic_zero.storage.paths import check_local_path, real_path
@@ -161,6 +163,9 @@ def _lost(to: str, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
     lost: tuple[str, ...] = ()
     if checkpoint.reader.weights_differ and not checkpoint.module_weights:
         lost = ("weights that user code had changed in place (the masters are written)",)
+    if drifted := drifted_copies(checkpoint.reader):
+        names = format_names(drifted)
+        lost += (f"copies of {names} that differ between tensor ranks (rank 0's are written)",)
     if to not in ("universal", "dcp"):
         return lost
     manifest = checkpoint.manifest

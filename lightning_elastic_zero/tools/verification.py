@@ -21,6 +21,7 @@ from lightning_elastic_zero.errors import (
     CheckpointNotFoundError,
     ElasticZeroError,
 )
+from lightning_elastic_zero.formats.copies import drifted_copies
 from lightning_elastic_zero.formats.dcp_read import is_dcp
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest, is_deepspeed
 from lightning_elastic_zero.formats.newest import checkpoints_in, newest_first, newest_intact
@@ -38,7 +39,7 @@ from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import AnyPath, is_on_nodes, open_file, parse_path
-from lightning_elastic_zero.tools.view import open_view, run_parts
+from lightning_elastic_zero.tools.view import OpenCheckpoint, open_view, run_parts
 
 DAMAGE = (CheckpointCorruptedError, CheckpointFormatError)
 """Errors that can mean a damaged checkpoint."""
@@ -133,7 +134,7 @@ def verify_checkpoint(
                 checkpoint.check_tiling()
                 rounded = checkpoint.has_rounded_weights()
                 problem = checkpoint.reader.info.mixed or checkpoint.reader.info.incomplete
-                note = describe_missing_latest(checkpoint.path)
+                note = describe_missing_latest(checkpoint.path) or _describe_copies(checkpoint)
         if not (problem or elsewhere):
             unverified = sorted({name for of in run_parts(verify_bytes, threads) for name in of})
             changed = run_parts(compare_masters, threads) if rounded else []
@@ -152,6 +153,15 @@ def verify_checkpoint(
     size = count.total()
     lists = tuple(unverified), tuple(elsewhere)
     return Verification(str(path), kind, steps, problem, rounded, size, seconds, *lists, note)
+
+
+def _describe_copies(checkpoint: OpenCheckpoint) -> str:
+    if drifted := drifted_copies(checkpoint.reader):
+        return (
+            f"copies of {format_names(drifted)} that differ between tensor ranks: each tensor rank "
+            "trained its own, by other gradients"
+        )
+    return ""
 
 
 def _on_other_nodes(reader: CheckpointReader) -> list[str]:

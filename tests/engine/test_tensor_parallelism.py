@@ -350,6 +350,47 @@ def test_copies_that_drifted_apart_are_named_and_kept(pools: Pools, tmp_path: Pa
     assert [weight for _, weight in found] == [2.0, 3.0]
 
 
+def drifted_by_deepspeed(grid: Grid, path: str) -> None:
+    """Train the last norm by other gradients on tensor rank 1, and save by DeepSpeed."""
+    with engine_on(grid, 0) as engine:
+        if distributed.get_rank():
+            engine.module.get_parameter("model.norm.weight").register_hook(torch.neg)
+        train_on(engine, grid, 0, 1)
+        engine.save_checkpoint(path, "tag")
+
+
+def warnings_of_a_load(grid: Grid, path: str) -> list[str]:
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with engine_on(grid, 7) as engine, captured_log("lightning_elastic_zero") as logs:
+        load_checkpoint(engine, path)
+    return logs
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "targets"),
+    [
+        (2, "bf16", [Grid(1, 1, 2, "bf16")]),
+        pytest.param(3, "fp32", [Grid(1, 2), Grid(2, 1), Grid(3, 1)], marks=pytest.mark.long),
+    ],
+)
+def test_copies_of_deepspeed_that_drifted_apart_are_named(
+    stage: int, precision: str, targets: list[Grid], pools: Pools, tmp_path: Path
+) -> None:
+    pools.run(2, partial(drifted_by_deepspeed, Grid(2, 1, stage, precision), str(tmp_path)))
+    path = str(tmp_path / "tag")
+    for target in targets:
+        first, *others = pools.run(target.world, partial(warnings_of_a_load, target, path))
+        (warning,) = (text for text in first if "copies" in text)
+        assert f"{path}: Every tensor rank trains model.norm.weight for itself" in warning
+        assert not [text for texts in others for text in texts if "copies" in text]
+    verified = verify_checkpoint(path)
+    assert not verified.problem
+    assert "copies of model.norm.weight that differ between tensor ranks" in verified.note
+    (lost,) = convert_checkpoint(path, tmp_path / "weights.pt", "fp32").lost
+    assert lost.startswith("copies of model.norm.weight that differ between tensor ranks")
+
+
 def warnings_on(grid: Grid, path: str) -> list[str]:
     from lightning_elastic_zero.api import save_checkpoint
 
