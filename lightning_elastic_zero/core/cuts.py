@@ -60,7 +60,8 @@ class Rows:
         if start >= stop:
             return
         step = self.source_step or self.length
-        (first, begin), (last, end) = (divmod(at - self.source, step) for at in (start, stop - 1))
+        first, begin = divmod(start - self.source, step)
+        last, end = divmod(stop - self.source - 1, step)
         end += 1
         if first == last:
             if begin < min(end, self.length):

@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
 from lightning_elastic_zero.core.cuts import Cut, Rows
 from lightning_elastic_zero.errors import CheckpointFormatError
@@ -184,9 +184,11 @@ class Source:
     None: all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Elements to copy: ``[start, stop)`` of a held parameter, from there to a wanted place."""
+class Transfer(NamedTuple):
+    """Elements to copy: ``[start, stop)`` of a held parameter, from there to a wanted place.
+
+    A plan may have millions: a tuple is created in a third of the time of a frozen dataclass.
+    """
 
     name: str
     start: int
@@ -213,8 +215,7 @@ class Transfer:
             yield self._part(part.source, part.source_stop, part.target, part)
 
     def _part(self, start: int, stop: int, target: int, rows: Rows | None = None) -> Transfer:
-        return replace(
-            self,
+        return self._replace(
             start=self.start + start,
             stop=self.start + stop,
             source_offset=self.source_offset + start,

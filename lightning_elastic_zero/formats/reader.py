@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -396,7 +396,7 @@ class CheckpointReader(ABC):
             for key, target in targets[part.target_buffer].items()
             if key == WEIGHT or part.name not in weights_only
         }
-        run = replace(part, rows=None, target_buffer=0, target_offset=0)
+        run = part._replace(rows=None, target_buffer=0, target_offset=0)
         bytes_read = self._read_runs([run], [read], progress, ())
         for key, values in read.items():
             _filled(targets, part, key).copy_(_source_rows(values, part))

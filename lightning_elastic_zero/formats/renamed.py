@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -14,9 +14,6 @@ from lightning_elastic_zero.core.names import KeyMapping
 from lightning_elastic_zero.core.tensors import Scalar
 from lightning_elastic_zero.formats.full_state import WEIGHTS
 from lightning_elastic_zero.formats.reader import CheckpointReader, Location, SharedState
-
-Named = TypeVar("Named", Fragment, Transfer)
-
 
 _UNCHANGED = (
     "check",
@@ -61,8 +58,8 @@ class RenamedReader(CheckpointReader):
         # Must not be mistaken for the saved parameter of that name, which is renamed.
         return f"{here} (here)" if here in self._live else here
 
-    def _as_saved(self, at: Named) -> Named:
-        return replace(at, name=self._saved_name(at.name))
+    def _as_saved(self, transfer: Transfer) -> Transfer:
+        return transfer._replace(name=self._saved_name(transfer.name))
 
     def bind(self, live: Manifest) -> None:
         self._source.bind(_with_names(live, self._saved_name))
@@ -94,7 +91,7 @@ class RenamedReader(CheckpointReader):
         return self._source.counts_steps
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
-        return self._source.scalars(self._as_saved(at))
+        return self._source.scalars(replace(at, name=self._saved_name(at.name)))
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
         state = self._source.module_state(rank, world_size)

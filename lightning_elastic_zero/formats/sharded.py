@@ -104,15 +104,15 @@ class ShardedReader(CheckpointReader):
 
     def locate(self, key: str, transfer: Transfer) -> Location:
         rank, shard = self._at(transfer.source_rank)
-        return shard.locate(key, replace(transfer, source_rank=rank))
+        return shard.locate(key, transfer._replace(source_rank=rank))
 
     def locate_rounded(self, transfer: Transfer) -> Location | None:
         rank, shard = self._at(transfer.source_rank)
-        return shard.locate_rounded(replace(transfer, source_rank=rank))
+        return shard.locate_rounded(transfer._replace(source_rank=rank))
 
     def locate_module_weights(self, transfer: Transfer) -> Location | None:
         rank, shard = self._at(transfer.source_rank)
-        return shard.locate_module_weights(replace(transfer, source_rank=rank))
+        return shard.locate_module_weights(transfer._replace(source_rank=rank))
 
     @property
     def weights_differ(self) -> bool:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias, TypeVar
 
@@ -268,7 +268,7 @@ class OpenCheckpoint:
                 yield from self._read(batch, transfers)
                 batch, transfers, batch_bytes = [], [], 0
             target = host_chunk(numel, self._stored_dtype(entry.key, transfer))
-            transfers.append(replace(transfer, target_buffer=len(batch)))
+            transfers.append(transfer._replace(target_buffer=len(batch)))
             batch.append(StateRun(entry, transfer.start, target))
             batch_bytes += numel
         yield from self._read(batch, transfers)
