@@ -180,21 +180,23 @@ def prepare_saves(
 ) -> None:
     """Refuse to train if the nodes have no room for a save. Collective.
 
-    ``resumed`` is the folder that this run continues. A killed run leaves one that it was about to
-    delete, whose room the first save needs.
+    ``resumed`` is the folder that this run continues. If it is the newest, a killed run may have
+    left one that it was about to delete, whose room the first save needs.
     """
     if args.save_strategy == "no" or args.save_only_model:
         return  # Nothing is saved on nodes.
-    series, call = Path(args.output_dir, PREFIX_CHECKPOINT_DIR), f"train in {args.output_dir}"
+    series = _on_nodes(Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-"))
+    call = f"train in {args.output_dir}"
 
     def delete_leftovers() -> None:
-        if resumed is not None and is_folder_of_nodes(resumed, args):
-            for old in _replaced_by(_on_nodes(resumed), args, state):
-                FileQueue().delete(str(old))
+        for newest in folders_of(series)[:1]:
+            if resumed is not None and _on_nodes(resumed) == newest:
+                for old in _replaced_by(newest, args, state):
+                    FileQueue().delete(str(old))
 
     with closing(connect_ranks(options.timeouts(), "elastic-zero engine", call)) as ranks:
         ranks.broadcast(f"{call}: delete leftovers", delete_leftovers)
-        check_room_to_train(_on_nodes(series).parent, LiveEngine(engine), ranks)
+        check_room_to_train(series.parent, LiveEngine(engine), ranks)
 
 
 def checkpoint_on_nodes(folder: Path, args: Any, state: Any) -> OnNodes:

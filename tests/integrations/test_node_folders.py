@@ -254,10 +254,14 @@ def train_without_deletions(case: TrainerCase) -> Run:
 
 @pytest.mark.long
 def test_a_resume_deletes_what_a_killed_run_was_about_to_delete(nodes: Nodes) -> None:
-    """The first save needs its room."""
+    """The first save needs its room. Going back to an older checkpoint deletes nothing before."""
     args = {"save_steps": 2, "save_total_limit": 1}
     with nodes.world(0, 1) as run:
         run(OnNodes(case_on(nodes, args, stop_at=4), call=train_without_deletions))
+    assert saved(nodes, 0) == saved(nodes, 1) == ["checkpoint-2", "checkpoint-4"]
+    back = str(nodes.mounted / "out/checkpoint-2")
+    with nodes.world(0, 1) as run:
+        run(OnNodes(case_on(nodes, args, stop_at=3, resume=back)))
     assert saved(nodes, 0) == saved(nodes, 1) == ["checkpoint-2", "checkpoint-4"]
     with nodes.world(1, 0) as run:
         run(OnNodes(case_on(nodes, args, stop_at=5, resume=True)))
