@@ -31,7 +31,7 @@ from tests.support.engines import (
     train,
 )
 from tests.support.outcome import captured_log
-from tests.support.ranks import Pools, skip_without
+from tests.support.ranks import ForkServer, Pools, skip_without
 
 pytestmark = pytest.mark.engine
 
@@ -102,8 +102,16 @@ def test_every_state_is_restored_on_another_world_and_stage(
     assert_restored(pools.run, target, saved, steps_before=1)
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        EngineCase(2, "3", optimizer="FusedAdam", sub_group=700),
+        pytest.param(EngineCase(2, "0"), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_fused_adam_resumes_the_count_of_each_group(
-    pools: Pools, saved_by: Callable[..., Saved]
+    target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]
 ) -> None:
     """In stage 0, it counts on the last parameter of a group only."""
     skip_without("FusedAdamBuilder", pools)
@@ -111,11 +119,10 @@ def test_fused_adam_resumes_the_count_of_each_group(
     steps = {value for key, value in saved.dump().items() if key.startswith("scalar/step/")}
     assert len(steps) == 1
     assert steps != {"0"}
-    for target in (EngineCase(2, "3", optimizer="FusedAdam", sub_group=700), EngineCase(2, "0")):
-        verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
-        assert verdict is not None
-        if target.optimizer == "FusedAdam":
-            verdict.assert_same()
+    verdict = pools.run(target.world, partial(load, target, saved, steps_before=1))[0]
+    assert verdict is not None
+    if target.optimizer == "FusedAdam":
+        verdict.assert_same()
 
 
 @pytest.mark.long
@@ -316,19 +323,22 @@ def adafactor_saved(setup: EngineCase, path: str) -> list[float]:
         return norms(engine)
 
 
-def test_scalars_of_a_ranks_part_are_restored_on_it(pools: Pools, tmp_path: Path) -> None:
+def test_scalars_of_a_ranks_part_are_restored_on_it(
+    fork_server: ForkServer, own_pools: Pools, tmp_path: Path
+) -> None:
     """The Adafactor of transformers keeps the norm of a rank's part of the weights.
 
     In ZeRO-3, this part includes padding, which is uninitialized memory in a new run.
     """
     setup = EngineCase(2, "2", optimizer=TRANSFORMERS_ADAFACTOR)
-    of_ranks = pools.run(2, partial(adafactor_continued, setup, str(tmp_path)))
+    fork_server.import_modules("transformers.optimization")  # It takes each rank a second.
+    of_ranks = own_pools.run(2, partial(adafactor_continued, setup, str(tmp_path)))
     assert of_ranks[0][0][0] != of_ranks[1][0][0]
     for run, ours, stock in of_ranks:
         assert ours == run
         assert stock == run
     target = EngineCase(3, "3", optimizer=TRANSFORMERS_ADAFACTOR, sub_group=700)
-    moved = pools.run(3, partial(adafactor_moved, target, str(tmp_path / "ours")))
+    moved = own_pools.run(3, partial(adafactor_moved, target, str(tmp_path / "ours")))
     saved = [norm for each in of_ranks for norm in each[0][0]]
     assert all(norm in saved for values, _ in moved for norm in values)
     assert [len(warned) for _, warned in moved] == [1, 0, 0]

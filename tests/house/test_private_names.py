@@ -71,7 +71,12 @@ def texts_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def used_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@cache
+def used_in(source: Path) -> list[tuple[int, str]]:
+    return list(used_by(tree_of(source)))
+
+
+def used_by(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             of = ast.unparse(node.value)
@@ -107,7 +112,7 @@ def test_private_names_are_listed() -> None:
     unknown = [
         f"{source.relative_to(ROOT)}, line {line}: {name}"
         for source in SOURCES
-        for line, name in used_in(tree_of(source))
+        for line, name in used_in(source)
         if name not in KNOWN and name not in own() - INHERITED
     ]
     assert not unknown, f"list it in trainer/lightning.py: {unknown}"
@@ -117,7 +122,7 @@ def test_each_private_name_is_used_in_one_file() -> None:
     """A name that several files need is behind a function of trainer/lightning.py."""
     files: dict[str, set[str]] = {}
     for source in SOURCES:
-        for _, name in used_in(tree_of(source)):
+        for _, name in used_in(source):
             # Only the strategy itself can override and call the names of its parent.
             if name in KNOWN and is_private(name) and name not in OF_STRATEGIES:
                 files.setdefault(name, set()).add(source.name)
@@ -126,7 +131,7 @@ def test_each_private_name_is_used_in_one_file() -> None:
 
 
 def test_listed_names_are_used() -> None:
-    used = {name for source in SOURCES for _, name in used_in(tree_of(source))}
+    used = {name for source in SOURCES for _, name in used_in(source)}
     # ``trainer.lightning`` itself looks up the name of the barrier there.
     assert {name for name in KNOWN if is_private(name)} - used <= {"_checkpoint_connector"}
     assert RESUME_END not in used

@@ -6,7 +6,6 @@ not depend on the counters of the library.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -281,7 +280,7 @@ def counts_of(state: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and key != "combined_loader":
             flat.update({f"{key}.{name}": v for name, v in counts_of(value).items()})
         elif key != "combined_loader":
-            flat[key] = copy.deepcopy(value)
+            flat[key] = value  # the loops have copied it
     return flat
 
 
