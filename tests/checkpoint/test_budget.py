@@ -107,6 +107,7 @@ LOOKS_PER_FILE, OTHER_LOOKS = 5, 50
 """Status calls of rank 0 for each file that it replaces, and for everything else together."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "own_files"), [(2, 1), (3, 2)])
 def test_fixed_costs_of_agreements_syncs_and_files(
     stage: int,

@@ -73,7 +73,8 @@ def test_a_refused_load_changes_no_bit_of_an_engine(
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [60])
 def test_a_trainer_refuses_damage_by_name_and_resumes_from_the_intact_one(
     count: int, pools: Pools, tmp_path: Path
 ) -> None:

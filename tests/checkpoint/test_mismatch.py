@@ -36,6 +36,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "names"),
     [

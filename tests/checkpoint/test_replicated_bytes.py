@@ -24,6 +24,7 @@ def train_and_save(setup: EngineCase, path: str) -> None:
         save_checkpoint(engine, path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replicated_state_is_written_once(precision: str, pools: Pools, tmp_path: Path) -> None:
     setup = EngineCase(4, "0", precision, hidden=600, thawed=True)

@@ -228,7 +228,11 @@ def loaded(setup: EngineCase, saved: Saved, options: dict[str, Any]) -> Dump:
         return dump(engine, setup) or {}
 
 
-@pytest.fixture(scope="module", params=[clamp, swap], ids=lambda change: change.__name__)
+@pytest.fixture(
+    scope="module",
+    params=[clamp, pytest.param(swap, marks=pytest.mark.long)],
+    ids=lambda change: change.__name__,
+)
 def changed(
     request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory
 ) -> Saved:
@@ -268,15 +272,19 @@ def stock_of(saved: Saved) -> Saved:
     return stock
 
 
-def test_stock_files_load_with_one_warning_and_verify(changed: Saved, pools: Pools) -> None:
+@pytest.mark.parametrize(
+    "target", [EngineCase(2, "2", "bf16"), EngineCase(3, "3", "bf16", sub_group=700)], ids=str
+)
+def test_stock_files_load_with_one_warning_and_verify(
+    target: EngineCase, changed: Saved, pools: Pools
+) -> None:
     stock = stock_of(changed)
-    for target in (EngineCase(2, "2", "bf16"), EngineCase(3, "3", "bf16", sub_group=700)):
-        found = pools.run(target.world, partial(loaded_with_warnings, target, stock))
-        wanted = expected(stock, target)
-        keys = [key for key in wanted if key.startswith(("master/", "weight/", "exp_avg"))]
-        assert not differences({k: wanted[k] for k in keys}, {k: found[0][0][k] for k in keys})
-        assert [len(warned) for _, warned in found] == [1, *[0] * (target.world - 1)]
-        assert "User code had changed them" in found[0][1][0]
+    found = pools.run(target.world, partial(loaded_with_warnings, target, stock))
+    wanted = expected(stock, target)
+    keys = [key for key in wanted if key.startswith(("master/", "weight/", "exp_avg"))]
+    assert not differences({k: wanted[k] for k in keys}, {k: found[0][0][k] for k in keys})
+    assert [len(warned) for _, warned in found] == [1, *[0] * (target.world - 1)]
+    assert "User code had changed them" in found[0][1][0]
     assert verify_checkpoint(stock.path).is_sound
 
 

@@ -224,8 +224,7 @@ def count(kind: str, verdict: StateComparison) -> None:
     ("source", "target"),
     [
         *(pytest.param(*case, marks=pytest.mark.essential) for case in EACH_STAGE),
-        *small_matrix(),
-        *SECONDARY,
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (*small_matrix(), *SECONDARY)),
     ],
     ids=str,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.support.cli_programs import CLI, print_configs, run_cli
+from tests.support.cli_programs import CLI, print_config, run_cli
 from tests.support.launch import output_of_forked
 from tests.support.processes import free_port, output_of
 from tests.support.ranks import ForkServer, environment
@@ -39,9 +38,6 @@ SMALL = (
 )
 
 
-Printed = tuple[Path, dict[str, str]]
-
-
 def fit_on(fork_server: ForkServer, folder: Path, devices: int, *arguments: str) -> str:
     """Run ``fit`` on this many ranks, started as a launcher does; return the output of rank 0."""
     command = ["fit", *arguments, f"--trainer.devices={devices}"]
@@ -59,21 +55,13 @@ def fit_alone(folder: Path, devices: int, *arguments: str) -> str:
     return output_of(command, folder, {**environment(), "RUN_DIR": str(folder)})
 
 
-@pytest.fixture(scope="module")
-def printed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Printed:
-    """Return what ``fit --print_config`` prints for each YAML."""
-    folder = tmp_path_factory.mktemp("configs")
-    output = output_of_forked(fork_server, folder, partial(print_configs, CONFIGS, folder))
-    _, *parts = re.split(r"^RUN (.*)\n", output, flags=re.MULTILINE)
-    return folder, dict(zip(parts[::2], parts[1::2], strict=True))
-
-
+@pytest.mark.engine
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_parses(config: Path, printed: Printed) -> None:
+def test_every_config_parses(config: Path, fork_server: ForkServer, tmp_path: Path) -> None:
     """Each YAML is valid, names the strategy, and sets the folder in which "last" is found."""
-    folder, outputs = printed
-    assert "ElasticDeepSpeedStrategy" in outputs[str(config)]
-    assert f"dirpath: {folder}/checkpoints" in outputs[str(config)]
+    output = output_of_forked(fork_server, tmp_path, partial(print_config, config, tmp_path))
+    assert "ElasticDeepSpeedStrategy" in output
+    assert f"dirpath: {tmp_path}/checkpoints" in output
 
 
 @pytest.mark.long

@@ -301,6 +301,7 @@ def test_lightnings_function_recovers_and_writes_the_same_weights(
     assert_exact(torch.load(output, weights_only=False)["state_dict"], expected(saved))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="the script imports it")
 @pytest.mark.parametrize("setup", [RUNS[1], RUNS[4], RUNS[6]], ids=str)
 def test_the_script_in_the_checkpoint_recovers_the_weights(

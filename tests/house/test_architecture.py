@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.support.processes import output_of
 
 PACKAGE = "lightning_elastic_zero"
@@ -314,6 +316,7 @@ def test_package_init_is_lazy() -> None:
     assert imported <= EAGER
 
 
+@pytest.mark.long
 def test_importing_loads_no_more_than_needed() -> None:
     """One process imports the modules in order, starting with the most restricted ones."""
     order = sorted(LOADS_WITHOUT, key=lambda module: -len(LOADS_WITHOUT[module]))

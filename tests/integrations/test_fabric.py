@@ -76,6 +76,7 @@ def test_a_loop_continues_after_a_node_is_lost(
     assert kept["step"] == 6
 
 
+@pytest.mark.long
 def test_a_loop_saves_into_a_store(hf_ranks: Pools) -> None:
     case = FabricCase(3, save="memory://bucket/step-5", steps=5)
     saved, *_ = hf_ranks.run(1, partial(run_fabric, case))[0]

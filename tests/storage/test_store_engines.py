@@ -32,7 +32,7 @@ class SavedInStore(Saved):
 @pytest.mark.parametrize(
     ("zero", "precision", "worlds"),
     [
-        pytest.param("3", "bf16", (2, 3, 1), marks=pytest.mark.essential),
+        pytest.param("3", "bf16", (2, 1), marks=pytest.mark.essential),
         *(
             pytest.param(zero, precision, worlds, marks=pytest.mark.long)
             for zero in "0123"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import runpy
 import sys
@@ -21,9 +20,6 @@ def run_cli(arguments: Sequence[str], folder: Path, environment: Mapping[str, st
     runpy.run_path(str(CLI), run_name="__main__")
 
 
-def print_configs(configs: Sequence[Path], folder: Path) -> None:
-    """Print the output of ``fit --print_config`` for each config, with a title; it is slow."""
-    for config in configs:
-        print("RUN", config, flush=True)
-        with contextlib.suppress(SystemExit):
-            run_cli(["fit", "--config", str(config), "--print_config"], folder, {})
+def print_config(config: Path, folder: Path) -> None:
+    """Print the output of ``fit --print_config``."""
+    run_cli(["fit", "--config", str(config), "--print_config"], folder, {})

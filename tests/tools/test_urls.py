@@ -31,6 +31,7 @@ def test_without_obstore_the_command_that_installs_it_is_named(
     assert "is not installed: pip install obstore s3fs\n" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_commands_take_urls(
     pools: Pools,
     s3: tuple[str, Mapping[str, str]],

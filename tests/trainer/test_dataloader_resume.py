@@ -79,7 +79,7 @@ def test_an_epoch_restarts_with_a_warning_if_allowed(
 
 
 @pytest.mark.parametrize("kind", ["seeks", "own batches"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_resume_at_is_enough_to_position_data(
     kind: str, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
@@ -103,21 +103,22 @@ def test_workers_begin_at_the_resumed_position(
 
 
 @pytest.mark.parametrize(("source", "point", "done"), [(1, "step 0.4", 4), (2, "step 0.3", 6)])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_items_that_are_batches_are_consumed_once(
-    source: int, point: str, done: int, worlds: Pools, tmp_path: Path
+    source: int, point: str, done: int, world: int, worlds: Pools, tmp_path: Path
 ) -> None:
     """With batch_size=None, positions are counted in items."""
     run = recorded(kind="items", length=48, global_batch=None, epochs=1)
     saving, reference = saved(run, worlds, tmp_path, point, world=source)
     before = [i for step in range(done // source) for i in reference.steps[step]]
-    for world in (1, 2, 4):
-        seen = record(worlds, world, saving.resumed(point))
-        after = [i for ids in seen.steps.values() for i in ids]
-        repeated = done % world  # The position is rounded down to a step.
-        assert len(before) + len(after) == 4 * (12 + repeated)
-        assert set(before) | set(after) == set(range(48))
+    seen = record(worlds, world, saving.resumed(point))
+    after = [i for ids in seen.steps.values() for i in ids]
+    repeated = done % world  # The position is rounded down to a step.
+    assert len(before) + len(after) == 4 * (12 + repeated)
+    assert set(before) | set(after) == set(range(48))
 
 
+@pytest.mark.long
 def test_items_in_a_global_batch_need_their_size(worlds: Pools, tmp_path: Path) -> None:
     run = recorded(kind="items", length=48, global_batch=16, epochs=1)
     assert_refused(worlds, 2, run, "UnsupportedError", "logging_batch_size_per_gpu")
@@ -161,7 +162,7 @@ def test_each_of_several_loaders_resumes_at_its_position(
 
 @pytest.mark.parametrize("suffix", ["", ", once"])
 @pytest.mark.parametrize("global_batch", [None, 8])
-@pytest.mark.parametrize("points", [(1, 4), pytest.param((1, 2, 4, 5), marks=pytest.mark.long)])
+@pytest.mark.parametrize("points", [(4,), pytest.param((1, 2, 4, 5), marks=pytest.mark.long)])
 def test_a_loader_that_ends_within_a_step_resumes_there(
     points: tuple[int, ...],
     global_batch: int | None,
@@ -308,6 +309,7 @@ def test_a_sampler_that_counts_its_epochs_is_refused_or_restarted(
     assert all(any(reason in text for text in each.messages) for each in (seen, ended))
 
 
+@pytest.mark.long
 def test_a_schedule_that_ends_before_a_repeated_epoch_is_named(
     worlds: Pools, tmp_path: Path
 ) -> None:
@@ -436,6 +438,7 @@ def test_changed_batch_settings_are_reported_with_both_numbers(
     assert set(first) >= {i for step in (3, 4) for i in reference.steps[step]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "logged"), [(2, None), (3, 5)])
 def test_a_changed_global_batch_of_a_stock_checkpoint_is_reported(
     stage: int, logged: int | None, worlds: Pools, tmp_path: Path
@@ -469,6 +472,7 @@ def test_a_stock_checkpoint_with_batches_of_one_sample_keeps_its_position(
     assert seen.steps == from_step(reference.steps, 3)
 
 
+@pytest.mark.long
 def test_the_global_batch_of_a_single_file_is_unknown(worlds: Pools, tmp_path: Path) -> None:
     """The file does not contain the number of ranks, so the position counts optimizer steps."""
     run = recorded(global_batch=None, batch_size=6, length=96, epochs=1, root=str(tmp_path))

@@ -170,6 +170,7 @@ def assert_refused(worlds: Pools, world: int, plan: FitCase, *names: str) -> Non
         assert all(name in message for name in names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "ranks", "target", "more"), [(2, 2, 3, 3), (3, 3, 1, 2), (1, 1, 2, 2)]
 )

@@ -107,6 +107,7 @@ def with_own_state(root: str, path: str | None) -> tuple[int, list[str]]:
     return own.rank, [text for text in warned if "differs between ranks" in text]
 
 
+@pytest.mark.long
 def test_a_callbacks_state_is_rank_0s_with_one_warning(worlds: Pools, tmp_path: Path) -> None:
     """Random states and the times of a Timer differ too, and are declared."""
     (_, (warning,)), (_, others) = worlds.run(2, partial(with_own_state, str(tmp_path), None))
