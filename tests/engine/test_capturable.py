@@ -74,7 +74,6 @@ OTHERS = ("AdamW", "fused", "foreach")
 ENABLED = {name: tuple(option in name for option in OPTIONS) for name in (*CAPTURABLE, *OTHERS)}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("other", [*OTHERS, "fused capturable"])
 @pytest.mark.parametrize("saves", [True, False], ids=["saved by it", "loaded by it"])
 @pytest.mark.parametrize("steps_before", [0, 1])

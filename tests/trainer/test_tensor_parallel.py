@@ -303,7 +303,6 @@ def gathered_with_gradients(run: FitCase) -> str:
         return error_text(lambda: strategy.all_gather(torch.ones(1), sync_grads=True))
 
 
-@pytest.mark.long
 def test_gathering_with_gradients_is_refused(worlds: Pools, tmp_path: Path) -> None:
     for text in worlds.run(2, partial(gathered_with_gradients, Grid(2, 1).case(tmp_path))):
         assert "UnsupportedError: all_gather(sync_grads=True) with tensor parallelism" in text
@@ -313,7 +312,6 @@ def error_of_evaluation(run: FitCase) -> str:
     return error_text(lambda: evaluate_on(run))
 
 
-@pytest.mark.long
 def test_averaged_weights_are_refused_in_a_cut_evaluation(worlds: Pools, tmp_path: Path) -> None:
     averaged = PLAIN.case(tmp_path, save=("end",), epochs=1, callbacks=(WeightAveraging,))
     record(worlds, PLAIN, averaged)
