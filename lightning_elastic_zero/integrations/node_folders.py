@@ -220,8 +220,9 @@ def _replaced_by(new: StorePath, args: Any, state: Any) -> list[AnyPath]:
     limit = args.save_total_limit or 0
     entries = folder_at(new.parent).entries() if limit > 0 else ()
     others = {each.path: 0 for each in entries if _is_numbered(each.path.name) and each.exists()}
-    # Not that of the best step, which may not be saved.
-    best = new.with_name(Path(state.best_model_checkpoint or new.name).name)
+    # The best step may not be saved. A resume forgets the best folder if output_dir has moved.
+    best_name = state.best_model_checkpoint or f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+    best = new.with_name(Path(best_name).name)
     kept = {new, best} if best in others else {new}
     rest = [path for path in newest_first(others) if path not in kept]
     return rest[max(limit - len(kept), 0) :]

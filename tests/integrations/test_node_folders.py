@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -9,12 +10,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.nodes import join_folder
+from lightning_elastic_zero.coordination.ranks import OneRank
+from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME
 from lightning_elastic_zero.storage import node_files
+from lightning_elastic_zero.storage.node_store import NodeStore
+from lightning_elastic_zero.storage.paths import NODES, StorePath
 from tests.support.launch import Job, run_ranks
 from tests.support.nodes import Nodes, count_changes, enter, needs_mounts
 from tests.support.outcome import error_text
@@ -26,6 +33,8 @@ pytest.importorskip("accelerate")
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from lightning_elastic_zero.integrations import node_folders
+from lightning_elastic_zero.integrations.engines import LoopOptions
 from tests.integrations._hf_programs import (
     Run,
     StoppedError,
@@ -266,6 +275,33 @@ def test_a_resume_deletes_what_a_killed_run_was_about_to_delete(nodes: Nodes) ->
     with nodes.world(1, 0) as run:
         run(OnNodes(case_on(nodes, args, stop_at=5, resume=True)))
     assert saved(nodes, 0) == saved(nodes, 1) == ["checkpoint-4"]
+
+
+@pytest.mark.parametrize(
+    ("resumed", "kept"), [("checkpoint-6", [2, 6]), ("checkpoint-4", [2, 4, 6]), ("", [2, 4, 6])]
+)
+@pytest.mark.cases(3)
+def test_training_begins_with_the_best_and_the_newest_checkpoint(
+    resumed: str, kept: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a save, if the newest is resumed. A moved folder has the best step only."""
+    monkeypatch.setattr(node_folders, "check_room_to_train", lambda *_: None)
+    folder = StorePath(NODES, tmp_path.as_posix()[1:]) / "_nodes"
+    join_folder(folder, OneRank(), 1)
+    for step in (2, 4, 6):
+        commit = {"format": FORMAT, "save_id": f"{step:032}", "files": []}
+        manifest = folder / f"checkpoint-{step}" / MANIFEST_NAME
+        folder.store.swap(manifest.key, json.dumps(commit).encode(), None)
+    args = SimpleNamespace(
+        output_dir=str(tmp_path), save_strategy="steps", save_only_model=False, save_total_limit=2
+    )
+    state = SimpleNamespace(best_model_checkpoint=None, best_global_step=2)
+    loaded = tmp_path / resumed if resumed else None
+    node_folders.prepare_saves(None, loaded, args, state, LoopOptions())
+    assert isinstance(folder.store, NodeStore)
+    folder.store.leave(folder.key)
+    left = sorted(path.parent.name for path in tmp_path.glob("_nodes/*/manifest.json"))
+    assert left == [f"checkpoint-{step}" for step in kept]
 
 
 class NoteSaves(TrainerCallback):
