@@ -266,9 +266,17 @@ class ReadsMetrics(Callback):
         assert trainer.callback_metrics
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("moment", ["epoch 0", "step 0.2", "step 0.5", "starting 1"])
-@pytest.mark.parametrize(("saved_on", "world"), [(2, 1), (2, 3), (1, 2)])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "epoch 0",
+        *(pytest.param(m, marks=pytest.mark.long) for m in ("step 0.2", "step 0.5", "starting 1")),
+    ],
+)
+@pytest.mark.parametrize(
+    ("saved_on", "world"),
+    [(2, 1), *(pytest.param(*pair, marks=pytest.mark.long) for pair in ((2, 3), (1, 2)))],
+)
 def test_on_another_world_the_metrics_of_the_epoch_begin_again_with_one_warning(
     saved_on: int, world: int, moment: str, worlds: Pools, tmp_path: Path
 ) -> None:
