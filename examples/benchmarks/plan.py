@@ -1,4 +1,4 @@
-"""Time how one rank plans its reads: of large models, of 50,000 parameters, of growing clusters.
+"""Time how one rank plans its reads: of large models, on growing clusters, on tensor ranks.
 
     python examples/benchmarks/plan.py
 
@@ -6,7 +6,7 @@ Nothing is read and no process is started: a plan consists of integers. Measured
 does before its first read: it parses a manifest with its table of files, computes the saved and the
 wanted layout, finds the source ranks of each fragment, and looks up each file. Runs are computed
 while they are read, one source rank at a time; the memory includes those of the first two ranks.
-Seconds are CPU time of the process.
+With tensor ranks, only the plan is measured, with all its runs. Seconds are CPU time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,20 @@ import gc
 import itertools
 import time
 import tracemalloc
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-from lightning_elastic_zero.core.layout import Transfer, TransferPlan
+from lightning_elastic_zero.core.cuts import Cut
+from lightning_elastic_zero.core.layout import (
+    Fragment,
+    Layout,
+    Resharding,
+    ShardedLayout,
+    Sharding,
+    Transfer,
+    TransferPlan,
+)
 from lightning_elastic_zero.core.manifest import (
     FileEntry,
     Group,
@@ -39,6 +49,8 @@ ROUNDS = 5
 LAYERS, HIDDEN, VOCABULARY = 80, 8192, 128256  # Llama 3 70B
 GROWTH = [(16, 47, 2560), (256, 73, 8192), (4096, 130, 24576)]
 """Ranks, layers and width of models of about 244 million parameters per rank, up to a trillion."""
+GRIDS = [(8, 8), (4, 16), (2, 32), (1, 64)]
+"""Tensor and data ranks of Llama 3 70B: from the first to each, and back."""
 SUB_GROUP = 200  # parameters; few, so that a model has several
 ADAMW = ("exp_avg", "exp_avg_sq", "step")
 
@@ -154,6 +166,31 @@ def measured(text: str, stage: int, ranks: int, rank: int, rounds: int = 1) -> P
     return Plan(runs, files, seconds, peak_bytes)
 
 
+def sharding(tensor_ranks: int) -> Sharding:
+    """Return AutoTP's cuts: of all matrices but the embedding and the head."""
+    cuts = {}
+    for p in parameters():
+        if "_proj" in p.name and tensor_ranks > 1:
+            dim = int("o_proj" in p.name or "down_proj" in p.name)
+            cuts[p.name] = Cut(p.name, dim, (p.shape[dim] // tensor_ranks,) * tensor_ranks)
+    return Sharding(tensor_ranks, cuts)
+
+
+def layout_on(grid: tuple[int, int], stage: int) -> Layout:
+    """Return the layout of Llama 3 70B on tensor and data ranks."""
+    tensor_ranks, data_ranks = grid
+    cuts, of_ranks = sharding(tensor_ranks).cuts, []
+    for rank in range(tensor_ranks):
+        table = tuple(
+            replace(p, shape=cuts[p.name].shape_on(rank, tensor_ranks, p.shape))
+            if p.name in cuts
+            else p
+            for p in parameters()
+        )
+        of_ranks.append(zero_layout(stage, flat_buffers(table, stage, data_ranks), data_ranks))
+    return of_ranks[0] if tensor_ranks == 1 else ShardedLayout(of_ranks)
+
+
 def _seconds(work: Callable[[], object]) -> float:
     began = time.process_time()
     work()
@@ -166,6 +203,7 @@ def main() -> None:
     print("a model and a cluster that grow together:\n")
     for ranks, layers, hidden in GROWTH:
         _print_plans(parameters(layers, hidden), ranks, ranks * 3 // 4, ROUNDS)
+    _print_tensor_plans()
 
 
 def _print_plans(table: tuple[Parameter, ...], saved_on: int, ranks: int, rounds: int) -> None:
@@ -184,6 +222,32 @@ def _print_plans(table: tuple[Parameter, ...], saved_on: int, ranks: int, rounds
         print(
             f"{saved_stage} to {stage}  {seconds:9.3f} {peak_mb:9.1f} {max(counts):11} {files:14}"
         )
+    print(flush=True)
+
+
+def _count_transfers(wanted: Sequence[Fragment], held: Layout, resharding: Resharding) -> int:
+    plan = TransferPlan(wanted, held, resharding)
+    return sum(len(transfers) for _, transfers in plan.by_rank())
+
+
+def _print_tensor_plans() -> None:
+    shapes = {p.name: p.shape for p in parameters()}
+    layouts = {(grid, stage): layout_on(grid, stage) for grid in GRIDS for stage in (2, 3)}
+    first, *others = GRIDS
+    print(f"tensor x data ranks, best of {ROUNDS} rounds, the most of four ranks:\n")
+    print("stages  from    to       seconds   transfers")
+    for saved_stage, stage in CASES:
+        for saved, live in [(first, o) for o in GRIDS] + [(o, first) for o in others]:
+            held, wanted = layouts[saved, saved_stage], layouts[live, stage]
+            of_both = sharding(saved[0]), sharding(live[0])
+            worst, most = 0.0, 0
+            for rank in (0, 5, 31, 63):
+                resharding = Resharding(*of_both, rank % live[0], shapes)
+                plan = partial(_count_transfers, wanted.on_rank(rank), held, resharding)
+                worst = max(worst, min(_seconds(plan) for _ in range(ROUNDS)))
+                most = max(most, plan())
+            grids = f"{saved[0]}x{saved[1]:<4}  {live[0]}x{live[1]:<4}"
+            print(f"{saved_stage} to {stage}  {grids} {worst:9.3f} {most:11}")
     print(flush=True)
 
 
