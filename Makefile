@@ -117,7 +117,7 @@ ops: $(OPS_BUILT)
 $(OPS_BUILT): $(INSTALLED)
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -delete
-	@echo "Building DeepSpeed's CPU operators (once, about a minute)."
+	@echo "Building DeepSpeed's CPU operators (once, for some minutes)."
 	@if timeout --foreground 900 $(PY) -c "$$BUILD_OPS" 2> .cache/ops-build.log; then touch $@; \
 	else echo "The build failed (.cache/ops-build.log); the next run will try again."; fi
 

@@ -1,7 +1,4 @@
-"""Checks before training: all ranks share each checkpoint directory, and nodes have room.
-
-Also temporary folders.
-"""
+"""Check before training that all ranks share each checkpoint directory; and temporary folders."""
 
 from __future__ import annotations
 
@@ -12,20 +9,18 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
-from lightning_elastic_zero.checkpoint.nodes import check_room, join_folder
+from lightning_elastic_zero.checkpoint.nodes import join_folder
 from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.process_state import machine, mount_namespace
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import ElasticZeroError, SaveError
 from lightning_elastic_zero.storage.file_write import as_save_error
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.ownership import new_id
-from lightning_elastic_zero.storage.paths import AnyPath, is_on_nodes
+from lightning_elastic_zero.storage.paths import is_on_nodes
 
 log = logging.getLogger(__name__)
 
@@ -69,35 +64,6 @@ def check_directories(
         else:
             _check_remote(folder, ranks)
     return made
-
-
-def check_room_to_train(
-    folder: AnyPath, live: LiveEngine, ranks: Ranks, *, weights_only: bool = False
-) -> None:
-    """Refuse to train if nodes have no room for a save of an engine as it is now. Collective.
-
-    Each save contains this state. The optimizer of a new run creates most of its own in the first
-    step, after which a save may still be refused.
-
-    Args:
-        folder: contains the checkpoints; others than those on nodes are ignored.
-        live: the engine. Its state is not counted if it is in files.
-        ranks: all ranks of the job.
-        weights_only: the saves contain no optimizer state.
-
-    Raises:
-        SaveError: see ``check_room``.
-    """
-
-    def size_bytes() -> int:
-        if live.keeps_state_in_files():
-            return 0
-        state = live.rank_state(exclude_frozen=True, keep_module_weights=False)
-        if weights_only:
-            state = replace(state, flats=tuple(replace(f, elementwise={}) for f in state.flats))
-        return sum(tensor.nbytes for tensor in state.large_tensors())
-
-    check_room(folder, size_bytes, ranks, before_training=True)
 
 
 def _host() -> str:

@@ -176,7 +176,7 @@ def _load_once(
             opened.append(_open(directory, options, ranks.progress, files))
             found.append(opened[0].manifest.save_id)
             opened[0].check_all()
-            _warn_of_copies(where, opened[0])
+            _warn_of_copies(where, opened[0], ranks.progress)
             return asdict(_Found(str(directory), found[-1]))
 
         first = _Found(**ranks.broadcast("load: find the checkpoint", find, live.check))
@@ -250,9 +250,9 @@ def _find(path: str | os.PathLike[str], ranks: Ranks) -> AnyPath:
     return asked.follow_links_if_exists().path
 
 
-def _warn_of_copies(where: str, source: CheckpointReader) -> None:
+def _warn_of_copies(where: str, source: CheckpointReader, progress: Progress) -> None:
     """Rank 0: warn of weights that tensor ranks trained apart; a save of this library has."""
-    if not source.manifest.files and (drifted := drifted_copies(source)):
+    if not source.manifest.files and (drifted := drifted_copies(source, progress)):
         log.warning(
             "%s: %s. On the same number of tensor ranks, each gets its own copy back; on another "
             "number, some are dropped.",

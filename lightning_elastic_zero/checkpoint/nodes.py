@@ -30,6 +30,7 @@ from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.process_state import boot_id
 from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, as_save_error
 from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState, intact_commit
@@ -144,6 +145,35 @@ def check_room(
             joined.files.check_room(needed_bytes - sum(each.size_bytes for each in held))
 
     ranks.run_all(f"save {path}: check room", check)
+
+
+def check_room_to_train(
+    folder: AnyPath, live: LiveEngine, ranks: Ranks, *, weights_only: bool = False
+) -> None:
+    """Refuse to train if nodes have no room for a save of an engine as it is now. Collective.
+
+    Each save contains this state. The optimizer of a new run creates most of its own in the first
+    step, after which a save may still be refused.
+
+    Args:
+        folder: contains the checkpoints; others than those on nodes are ignored.
+        live: the engine. Its state is not counted if it is in files.
+        ranks: all ranks of the job.
+        weights_only: the saves contain no optimizer state.
+
+    Raises:
+        SaveError: see ``check_room``.
+    """
+
+    def size_bytes() -> int:
+        if live.keeps_state_in_files():
+            return 0
+        state = live.rank_state(exclude_frozen=True, keep_module_weights=False)
+        if weights_only:
+            state = replace(state, flats=tuple(replace(f, elementwise={}) for f in state.flats))
+        return sum(tensor.nbytes for tensor in state.large_tensors())
+
+    check_room(folder, size_bytes, ranks, before_training=True)
 
 
 def _joined(path: AnyPath) -> JoinedFolder | None:

@@ -11,7 +11,7 @@ import torch
 
 from lightning_elastic_zero.core.layout import Fragment, Layout, Resharding, TransferPlan
 from lightning_elastic_zero.core.manifest import Parameter
-from lightning_elastic_zero.core.progress import NO_PROGRESS
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import different_bits
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
 
@@ -23,7 +23,7 @@ _BATCH = 256
 """Weights that are in memory together."""
 
 
-def drifted_copies(reader: CheckpointReader) -> list[str]:
+def drifted_copies(reader: CheckpointReader, progress: Progress = NO_PROGRESS) -> list[str]:
     """Return the names of weights of which the copies of the tensor ranks differ."""
     manifest = reader.manifest
     if manifest.tensor_parallel.size == 1:
@@ -35,17 +35,17 @@ def drifted_copies(reader: CheckpointReader) -> list[str]:
     ):
         copied = [p for p in parameters if p.numel and p.name not in manifest.sharding.cuts]
         for first in range(0, len(copied), _BATCH):
-            found += _drifted(reader, copied[first : first + _BATCH], layout)
+            found += _drifted(reader, copied[first : first + _BATCH], layout, progress)
     return found
 
 
 def _drifted(
-    reader: CheckpointReader, parameters: Sequence[Parameter], layout: Layout
+    reader: CheckpointReader, parameters: Sequence[Parameter], layout: Layout, progress: Progress
 ) -> list[str]:
     names: set[str] = set()
-    first = _copies_of(reader, 0, parameters, layout)
+    first = _copies_of(reader, 0, parameters, layout, progress)
     for rank in range(1, reader.manifest.tensor_parallel.size):
-        others = _copies_of(reader, rank, parameters, layout)
+        others = _copies_of(reader, rank, parameters, layout, progress)
         for parameter, one, other in zip(parameters, first, others, strict=True):
             if different_bits(one, other).any():
                 names.add(parameter.name)
@@ -53,7 +53,11 @@ def _drifted(
 
 
 def _copies_of(
-    reader: CheckpointReader, rank: int, parameters: Sequence[Parameter], layout: Layout
+    reader: CheckpointReader,
+    rank: int,
+    parameters: Sequence[Parameter],
+    layout: Layout,
+    progress: Progress,
 ) -> list[torch.Tensor]:
     """Read the first elements of a tensor rank's copies."""
     manifest, wanted, copies = reader.manifest, [], []
@@ -66,5 +70,5 @@ def _copies_of(
     same_shards = Resharding(manifest.sharding, manifest.sharding, rank)
     targets = [{WEIGHT: copy} for copy in copies]
     for _, transfers in TransferPlan(wanted, layout, same_shards).by_rank():
-        reader.read(transfers, targets, NO_PROGRESS)
+        reader.read(transfers, targets, progress)
     return copies

@@ -27,9 +27,8 @@ from typing import Any
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from lightning_elastic_zero.checkpoint.directory_check import check_room_to_train
 from lightning_elastic_zero.checkpoint.file_queue import FileQueue
-from lightning_elastic_zero.checkpoint.nodes import join_folder
+from lightning_elastic_zero.checkpoint.nodes import check_room_to_train, join_folder
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.engine.live import LiveEngine

@@ -8,7 +8,7 @@ chunks of one tensor are in memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -117,14 +117,14 @@ def convert_checkpoint(
         checkpoint.module_weights = not _exports_optimizer(to, checkpoint, options)
         with suppress(OSError):  # Leftovers that cannot be listed or removed stay.
             remove_leftovers(path.parent)
+        drifted = drifted_copies(checkpoint.reader)
         with staged_export(path) as export:
             TARGETS[to](checkpoint, export.path, options, written)
             export.drop_sums()
             export.publish(FILE_NAME if to in _SINGLE_FILES else "")
         info = checkpoint.reader.info
-        return Conversion(
-            str(target), info.kind, written.total(), info.lacks, _lost(to, checkpoint)
-        )
+        lost = _lost(to, checkpoint, drifted)
+        return Conversion(str(target), info.kind, written.total(), info.lacks, lost)
 
 
 def _check_options(to: str, options: ConvertOptions) -> None:
@@ -158,12 +158,12 @@ def _exports_optimizer(to: str, checkpoint: OpenCheckpoint, options: ConvertOpti
     return bool(options.optimizer)
 
 
-def _lost(to: str, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
+def _lost(to: str, checkpoint: OpenCheckpoint, drifted: Sequence[str]) -> tuple[str, ...]:
     """Return the state that a target for resuming cannot hold."""
     lost: tuple[str, ...] = ()
     if checkpoint.reader.weights_differ and not checkpoint.module_weights:
         lost = ("weights that user code had changed in place (the masters are written)",)
-    if drifted := drifted_copies(checkpoint.reader):
+    if drifted:
         names = format_names(drifted)
         lost += (f"copies of {names} that differ between tensor ranks (rank 0's are written)",)
     if to not in ("universal", "dcp"):

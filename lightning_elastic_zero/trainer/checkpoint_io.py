@@ -23,12 +23,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_elastic_zero.checkpoint.directory_check import (
-    check_directories,
-    check_room_to_train,
-)
+from lightning_elastic_zero.checkpoint.directory_check import check_directories
 from lightning_elastic_zero.checkpoint.load import load_engine
 from lightning_elastic_zero.checkpoint.manager import CheckpointManager
+from lightning_elastic_zero.checkpoint.nodes import check_room_to_train
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     LoadOptions,

@@ -122,7 +122,8 @@ def main(listening: str) -> None:
 
 def _accepted(listener: socket.socket) -> Connection:
     session = Connection(listener.accept()[0].detach())
-    session.send(READY)
+    with suppress(BrokenPipeError):  # It has ended already, which its next read shows.
+        session.send(READY)
     return session
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import processes
 from tests.support.processes import HANG_TIMEOUT_S
-from tests.support.ranks import ROOT
+from tests.support.ranks import ROOT, ForkServer
 from tests.support.slow_disk import SlowDisk
 from tests.support.small_checkpoints import SHARD, fill, manifest_of
 
@@ -128,3 +128,17 @@ def test_a_reused_process_id_has_no_status_yet(tmp_path: Path) -> None:
         timeout=HANG_TIMEOUT_S,
     )
     assert (done.returncode, done.stdout) == (0, "None\n3\n4\n"), done.stderr
+
+
+@pytest.mark.long
+def test_a_session_may_end_before_the_fork_server_is_ready(tmp_path: Path) -> None:
+    """A worker of pytest-xdist without tests on ranks ends early; the others need the server."""
+    first, second = (ForkServer(shared=tmp_path / "server") for _ in range(2))
+    first.begin()
+    second.begin()
+    second.close()
+    try:
+        for _ in range(2):  # The server may answer once before it looks at the second session.
+            first.import_modules("json")
+    finally:
+        first.close()
