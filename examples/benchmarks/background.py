@@ -3,9 +3,10 @@
     python examples/benchmarks/background.py [--stage 3] [--ranks 2] [--megabytes 400] [--rounds 7]
 
 One engine, one disk, one run. Every method runs once in each round. The output is medians, and
-medians of the ratios of each round. For comparison, the same bytes (masters and Adam's two moments
-of all ranks) are copied in memory, the minimal cost of a snapshot, and written and synced raw, one
-file per rank, the minimal cost of a save.
+medians of the ratios of each round. For comparison, the state of all ranks (masters, Adam's two
+moments and the module's weights) is copied in memory, the minimal cost of a snapshot. Without the
+weights, which a save compares with the masters instead of writing them, it is written and synced
+raw, one file per rank, the minimal cost of a save.
 
 With ``--nodes``, each rank is on a node of its own (root may give it mounts), and saves with a copy
 on the next one. For comparison, "one copy" is the same save without the other copy.
@@ -116,6 +117,9 @@ class BenchmarkEngine:
         self.gloo = distributed.new_group(backend="gloo")
         self.tensors = rank_tensors(self.engine)
         self.raw = RawWrite(folder / f"raw-{distributed.get_rank()}", self.tensors)
+        state = handle.rank_state(exclude_frozen=False, keep_module_weights=False)
+        self.state = [*state.large_tensors()]
+        self.copied = [torch.zeros_like(t) for t in self.state]
         self.spare = [torch.zeros_like(t) for t in self.tensors]
         self.raw_spare = RawWrite(folder / f"spare-{distributed.get_rank()}", self.spare)
         self.pending: Any = None
@@ -127,7 +131,7 @@ class BenchmarkEngine:
 
     def copy(self) -> None:
         """Copy the state within memory."""
-        for to, source in zip(self.spare, self.tensors, strict=True):
+        for to, source in zip(self.copied, self.state, strict=True):
             to.copy_(source)
 
     def save_stock(self) -> None:

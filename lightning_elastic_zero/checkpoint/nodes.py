@@ -30,6 +30,7 @@ from lightning_elastic_zero.coordination.ranks import Ranks
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.process_state import boot_id
 from lightning_elastic_zero.core.text import format_names
+from lightning_elastic_zero.engine.addresses import without_equal_weights
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, as_save_error
@@ -169,9 +170,10 @@ def check_room_to_train(
         if live.keeps_state_in_files():
             return 0
         state = live.rank_state(exclude_frozen=True, keep_module_weights=False)
+        flats = tuple(map(without_equal_weights, state.flats))
         if weights_only:
-            state = replace(state, flats=tuple(replace(f, elementwise={}) for f in state.flats))
-        return sum(tensor.nbytes for tensor in state.large_tensors())
+            flats = tuple(replace(flat, elementwise={}) for flat in flats)
+        return sum(tensor.nbytes for tensor in replace(state, flats=flats).large_tensors())
 
     check_room(folder, size_bytes, ranks, before_training=True)
 

@@ -47,6 +47,7 @@ from lightning_elastic_zero.core.save_files import (
 )
 from lightning_elastic_zero.core.tensors import RankState
 from lightning_elastic_zero.core.text import format_tree_path
+from lightning_elastic_zero.engine.addresses import without_equal_weights
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.formats.client_state import (
     Objects,
@@ -107,7 +108,8 @@ class ShardContents:
 def collect(request: SaveRequest, rank: int) -> ShardContents:
     """Return the state of the engine and trainer that this rank writes, by reference.
 
-    Rank 0 also restores or refuses the target of an interrupted save.
+    It still has the module's weights that equal the masters, which are not written. Rank 0 also
+    restores or refuses the target of an interrupted save.
 
     Raises:
         SaveError: on rank 0, the path must not be replaced.
@@ -244,6 +246,8 @@ def _write(
 
     def look_at_state() -> None:
         contents = look()
+        flats = tuple(map(without_equal_weights, contents.state.flats))
+        contents = replace(contents, state=replace(contents.state, flats=flats))
         requests = folder_at(contents.target).requests
         looked.append(_Looked(contents, contents.compared(), requests))
 

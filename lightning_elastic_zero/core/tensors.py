@@ -46,8 +46,8 @@ class FlatState:
     """Whether the masters are the module's own weights (stage 0 in fp32), which users may change
     between steps, for example to validate averaged weights."""
     weights: tuple[torch.Tensor, ...] = ()
-    """The module's weights, 1-D for each fragment. Empty if they equal the rounded masters; they
-    differ if user code has changed either in place since the last step."""
+    """The module's weights, 1-D for each fragment. Empty if they are known to equal the rounded
+    masters; they differ if user code has changed either in place since the last step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -388,13 +388,11 @@ def _forward_piece(parameter: Any) -> tuple[int, torch.Tensor]:
     return start, parameter.data.reshape(-1)[start : start + piece.numel()]
 
 
-def weights_match(
-    masters: torch.Tensor, fragments: Iterable[Fragment], pieces: Iterable[torch.Tensor]
-) -> bool:
-    """Whether the weights of each fragment equal the rounded masters."""
-    for fragment, piece in zip(fragments, pieces, strict=True):
+def without_equal_weights(flat: FlatState) -> FlatState:
+    """Drop the module's weights of a flat buffer if they equal the rounded masters."""
+    for fragment, piece in zip(flat.fragments, flat.weights, strict=bool(flat.weights)):
         for _, at, end in bounded_runs([fragment]):
             weights = piece[at - fragment.offset : end - fragment.offset]
-            if not same_bits(weights, masters[at:end].to(weights)):
-                return False
-    return True
+            if not same_bits(weights, flat.master[at:end].to(weights)):
+                return flat
+    return replace(flat, weights=())

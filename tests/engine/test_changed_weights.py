@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -155,6 +156,44 @@ def test_a_resume_restores_masters_and_weights_and_continues_bit_for_bit(
     assert not differences(expected(saved, of.setup), found[0][0])
     assert found[0][1] == losses
     assert not differences(after, found[0][2])
+
+
+def save_a_snapshot(setup: EngineCase, path: str, change: Callable[[Engine], None] | None) -> Any:
+    """Change the weights, take a snapshot, change them again, then write the snapshot."""
+    from lightning_elastic_zero.checkpoint.save import collect, write_shards
+    from lightning_elastic_zero.checkpoint.snapshot import Snapshotter
+    from lightning_elastic_zero.checkpoint.types import SaveRequest
+    from lightning_elastic_zero.coordination.ranks import connect_ranks
+    from lightning_elastic_zero.engine.live import LiveEngine
+
+    with engine_of(setup, 0) as engine, closing(connect_ranks()) as ranks:
+        train(engine, setup, 0, STEPS)
+        if change is not None:
+            change(engine)
+        wanted = dump(engine, setup)
+        contents = collect(SaveRequest(LiveEngine(engine), path), ranks.rank)
+        snapshotter = Snapshotter()
+        snapshot = snapshotter.take(contents)
+        clamp(engine)
+        train(engine, setup, STEPS, STEPS + 1)
+        snapshot.wait()
+        write_shards(snapshot.contents, ranks)
+        snapshotter.close()
+        return wanted
+
+
+@pytest.mark.parametrize("change", [None, clamp], ids=["none", "clamp"])
+@pytest.mark.parametrize("setup", [EngineCase(2, "2", "bf16"), EngineCase(2, "3", persistence=0)])
+def test_a_snapshot_has_the_weights_of_its_time(
+    setup: EngineCase, change: Callable[[Engine], None] | None, pools: Pools, tmp_path: Path
+) -> None:
+    """The writer compares weights with masters later than training goes on."""
+    path = tmp_path / "snapshot.ckpt"
+    wanted = pools.run(2, partial(save_a_snapshot, setup, str(path), change))[0]
+    kept = json.loads((path / "manifest.json").read_text())["rank_state"]
+    assert ("module_weights" in kept) == (change is not None)
+    found = pools.run(2, partial(resume, setup, Saved(setup, str(path))))
+    assert not differences(wanted, found[0][0])
 
 
 def saved_state_of_ranks(setup: EngineCase, folder: str) -> list[list[str]]:
