@@ -164,7 +164,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._due_s = time.monotonic() + TIMEOUT_S / 4
         given = self.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(given, self.server.authorization):
-            self._answer(401, b"this is the server of another run", last=True)
+            self._refuse(401, b"this is the server of another run")
             return
         kind, _, quoted = self.path[1:].partition("/")
         try:
@@ -174,11 +174,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         except OSError as error:
             text = str(error.strerror or error).encode()
-            self._answer(_STATUS.get(error.errno or 0, 500), text, last=True)
+            self._refuse(_STATUS.get(error.errno or 0, 500), text)
         except Exception as error:  # noqa: BLE001 - of a request that is not valid
-            self._answer(400, repr(error).encode(), last=True)
+            self._refuse(400, repr(error).encode())
         with suppress(OSError):
             self.connection.settimeout(IDLE_S)
+
+    def _refuse(self, status: int, why: bytes) -> None:
+        """Answer with an error, and read what the client still sends before it reads the answer.
+
+        Closing a connection with unread bytes would reset it, and the answer would be lost.
+        """
+        with suppress(OSError):
+            self._answer(status, why, last=True)
+            self.connection.shutdown(socket.SHUT_WR)
+            while self.connection.recv(_BUFFER_BYTES):
+                pass
 
     def _answer(self, status: int, data: bytes = b"", *, last: bool = False) -> None:
         self.send_response(status)

@@ -426,20 +426,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class TestRoom:
-    @pytest.mark.parametrize("part_bytes", [1 << 19, 16 << 20])
+    @pytest.mark.parametrize(("part_bytes", "times"), [(1 << 19, 1), (16 << 20, 1), (16 << 20, 8)])
     def test_a_full_neighbour_is_named(
         self,
         part_bytes: int,
+        times: int,
         small_disk: Path,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        """The last case sends more bytes in one request than sockets hold."""
         monkeypatch.setattr("lightning_elastic_zero.storage.node_store.PART_BYTES", part_bytes)
         monkeypatch.setattr("lightning_elastic_zero.storage.file_write._WRITE_BYTES", 1 << 19)
         with make_nodes(tmp_path, 2) as nodes:
             assert nodes[1].files.root == small_disk
             with pytest.raises(SaveError, match=r"node host-1: \d+ bytes are needed, but .* left"):
-                write_file(nodes[0], DATA)
+                write_file(nodes[0], DATA * times)
             # What has arrived does not occupy the room until the next join.
             nodes[0].store.delete([f.key for f in nodes[0].store.objects_below(KEY)])
             assert not list(small_disk.rglob(".zero-new-*"))
