@@ -205,7 +205,7 @@ class TrainerBinding(TrainerCallback):
         try:
             result = self._class.train(trainer, *args, **kwargs)
         finally:
-            self._is_training = False
+            self._is_training, self._loaded = False, None
         self.wait_for_save()
         return result
 
@@ -331,10 +331,6 @@ class TrainerBinding(TrainerCallback):
             _, sampler = samplers_of(loader)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(int(state.epoch or 0))
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Forget the load: a second ``train()`` may start without one."""
-        self._loaded = None
 
 
 def _restore_additional_rng(args: Any, grid: RankGrid, loaded: Loaded) -> None:

@@ -578,6 +578,21 @@ def train_twice(case: TrainerCase) -> tuple[Run, Run]:
     return first, second
 
 
+def train_after_stops(case: TrainerCase) -> tuple[list[str], list[str]]:
+    """Stop, resume and stop, then begin again; return the warnings of the last two calls."""
+    run = Run()
+    trainer = make_trainer(case, run)
+    with suppress(StoppedError):
+        trainer.train()
+    with library_warnings() as resumed, suppress(StoppedError):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.remove_callback(Stop)
+    with library_warnings() as fresh:
+        trainer.train()
+    close(trainer)
+    return resumed, fresh
+
+
 def search(case: TrainerCase) -> Run:
     """Run a sweep of two equal trials with Optuna; return the record of the second one."""
     run = Run()

@@ -34,6 +34,7 @@ from tests.integrations._hf_programs import (
     saves,
     search,
     train,
+    train_after_stops,
     train_by_own_method,
     train_by_two_arguments,
     train_out_of_memory,
@@ -697,6 +698,15 @@ def test_a_trainer_trains_twice(
     for run in hf_ranks.run(3, partial(train_twice, case))[0]:
         assert_equal(run.first_state, full_run.states[10])
         assert_continues(run, full_run)
+
+
+@pytest.mark.long
+def test_a_fresh_run_after_a_failed_resume_is_fresh(hf_ranks: Pools, tmp_path: Path) -> None:
+    args = {"save_steps": 2, "max_steps": 4, "ignore_data_skip": True}
+    case = TrainerCase(str(tmp_path), stage=2, stop_at=3, model_init=True, args=args)
+    resumed, fresh = hf_ranks.run(2, partial(train_after_stops, case))[0]
+    assert "ignore_data_skip" in " ".join(resumed)
+    assert not fresh
 
 
 @pytest.mark.long
