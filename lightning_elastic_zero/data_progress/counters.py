@@ -60,14 +60,27 @@ def infer_position(
     fit_loop: Mapping[str, Any], progress: TrainingProgress, grid: RankGrid, global_step: int
 ) -> DataPosition:
     """Infer the position of a run that another program saved from Lightning's counters."""
-    # DeepSpeed's config has the accumulation; counters are ambiguous if epochs end within a window.
-    accumulate = max(1, progress.gradient_accumulation_steps)
-    taken = fit_loop[STEPS]["optimizer"]["step"]["total"]["completed"]
-    if accumulate == 1 and taken:
-        accumulate = max(1, fit_loop[BATCHES]["total"]["processed"] // taken)
+    # DeepSpeed's config has the accumulation.
+    accumulate = progress.gradient_accumulation_steps
+    if accumulate <= 1:
+        accumulate = _infer_accumulation(fit_loop)
     position = read_position(fit_loop, accumulate, batches=float("inf"), validating=True)
     settings = RunSettings(grid, accumulate, progress.global_batch_size)
     return DataPosition(position, global_step, settings)
+
+
+def _infer_accumulation(fit_loop: Mapping[str, Any]) -> int:
+    """Return the micro-batches of one rank per optimizer step.
+
+    Exact if an epoch has at least as many steps: its last one may have fewer micro-batches.
+    """
+    batch, step = fit_loop[BATCHES], fit_loop[STEPS]["optimizer"]["step"]
+    done, taken = batch["current"]["processed"], step["current"]["completed"]
+    if earlier := step["total"]["completed"] - taken:  # of whole epochs
+        return max(1, ceil_div(batch["total"]["processed"] - done, earlier))
+    if not taken:
+        return 1
+    return ceil_div(done, taken) if batch["is_last_batch"] else max(1, done // taken)
 
 
 def fit_loop_at(fit_loop: Mapping[str, Any], position: Position, *, was: int, now: int) -> Counters:

@@ -190,20 +190,38 @@ def test_positions_are_read(state: dict[str, Any], validating: bool, expected: P
     assert read_position(state, 2, batches=10, validating=validating) == expected
 
 
-@pytest.mark.parametrize(
-    ("recorded", "steps", "expected"), [(4, 3, 4), (1, 3, 2), (1, 4, 1), (1, 0, 1), (0, 0, 1)]
-)
-def test_another_programs_accumulation_is_inferred(
-    recorded: int, steps: int, expected: int
+@pytest.mark.parametrize("recorded", [False, True])
+@given(st.data(), st.integers(1, 5), st.integers(0, 2))
+def test_another_programs_position_is_inferred(
+    recorded: bool, data: st.DataObject, accumulate: int, epoch: int
 ) -> None:
-    state = loops((1, 1, 0, 0), (6, 6, 6, 6))
-    taken = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
-    taken["total"]["completed"] = steps
-    progress = TrainingProgress(gradient_accumulation_steps=recorded, global_batch_size=12)
-    found = infer_position(state, progress, RankGrid(2), 7)
-    assert found == DataPosition(
-        Position(0, 6 // expected), 7, RunSettings(RankGrid(2), expected, 12)
+    """Also if the last step of an epoch has fewer micro-batches, after each of its steps."""
+    batches = data.draw(st.integers(accumulate * accumulate, 40))
+    per_epoch = math.ceil(batches / accumulate)
+    taken = data.draw(st.integers(1, per_epoch))
+    done = min(taken * accumulate, batches)
+    state = loops(
+        (epoch + 1, epoch + 1, epoch, epoch),
+        (done, done, done, done),
+        is_last=done == batches,
+        before=epoch * batches,
     )
+    step = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    step["total"]["completed"], step["current"]["completed"] = epoch * per_epoch + taken, taken
+    progress = TrainingProgress(
+        gradient_accumulation_steps=accumulate if recorded else 1, global_batch_size=12
+    )
+    found = infer_position(state, progress, RankGrid(2), 7)
+    position = Position(epoch, taken, is_over=done == batches)
+    assert found == DataPosition(position, 7, RunSettings(RankGrid(2), accumulate, 12))
+
+
+def test_a_run_without_steps_has_no_accumulation() -> None:
+    state = loops((1, 1, 0, 0), (6, 6, 6, 6))
+    step = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    step["total"]["completed"] = step["current"]["completed"] = 0
+    found = infer_position(state, TrainingProgress(), RankGrid(2), 0)
+    assert found.settings.accumulate == 1
 
 
 @given(st.integers(0, 12), st.integers(1, 5), st.booleans())
