@@ -33,7 +33,7 @@ from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.core.grid import RankGrid
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import CheckpointFormatError
-from lightning_elastic_zero.formats.newest import check_complete, newest_first
+from lightning_elastic_zero.formats.newest import check_complete
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.engines import LoopOptions, OnNodes
 from lightning_elastic_zero.integrations.series import folders_of, resume_folder
@@ -215,16 +215,22 @@ def checkpoint_on_nodes(folder: Path, args: Any, state: Any) -> OnNodes:
 
 
 def _replaced_by(new: StorePath, args: Any, state: Any) -> list[AnyPath]:
-    """Return the checkpoints that ``save_total_limit`` does not keep, as the Trainer would."""
+    """Return the checkpoints that ``save_total_limit`` does not keep, as the Trainer would.
+
+    Numbers above the new one are of a run that went back, and go first.
+    """
     limit = args.save_total_limit or 0
     entries = folder_at(new.parent).entries() if limit > 0 else ()
-    others = {each.path: 0 for each in entries if _is_numbered(each.path.name) and each.exists()}
+    others = {each.path for each in entries if _is_numbered(each.path.name) and each.exists()}
     # The best step may not be saved. A resume forgets the best folder if output_dir has moved.
     best_name = state.best_model_checkpoint or f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     best = new.with_name(Path(best_name).name)
     kept = {new, best} if best in others else {new}
-    rest = [path for path in newest_first(others) if path not in kept]
-    return rest[max(limit - len(kept), 0) :]
+
+    def age(path: AnyPath) -> tuple[bool, int]:
+        return _number(path) > _number(new), -_number(path)
+
+    return sorted(others - kept, key=age)[max(limit - len(kept), 0) :]
 
 
 # -- names ---------------------------------------------------------------------------------------
@@ -238,6 +244,10 @@ def _on_nodes(folder: Path) -> StorePath:
 
 def _is_numbered(name: str) -> bool:
     return bool(re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", name))
+
+
+def _number(path: AnyPath) -> int:
+    return int(path.name.rpartition("-")[2])
 
 
 def _mark(folder: Path) -> None:

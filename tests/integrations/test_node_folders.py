@@ -286,12 +286,7 @@ def test_training_begins_with_the_best_and_the_newest_checkpoint(
 ) -> None:
     """As after a save, if the newest is resumed. A moved folder has the best step only."""
     monkeypatch.setattr(node_folders, "check_room_to_train", lambda *_: None)
-    folder = StorePath(NODES, tmp_path.as_posix()[1:]) / "_nodes"
-    join_folder(folder, OneRank(), 1)
-    for step in (2, 4, 6):
-        commit = {"format": FORMAT, "save_id": f"{step:032}", "files": []}
-        manifest = folder / f"checkpoint-{step}" / MANIFEST_NAME
-        folder.store.swap(manifest.key, json.dumps(commit).encode(), None)
+    folder = folder_on_one_node(tmp_path, 2, 4, 6)
     args = SimpleNamespace(
         output_dir=str(tmp_path), save_strategy="steps", save_only_model=False, save_total_limit=2
     )
@@ -302,6 +297,28 @@ def test_training_begins_with_the_best_and_the_newest_checkpoint(
     folder.store.leave(folder.key)
     left = sorted(path.parent.name for path in tmp_path.glob("_nodes/*/manifest.json"))
     assert left == [f"checkpoint-{step}" for step in kept]
+
+
+def folder_on_one_node(path: Path, *steps: int) -> StorePath:
+    """Join the folder of a Trainer, and write the manifests of checkpoints in this order."""
+    folder = StorePath(NODES, path.as_posix()[1:]) / "_nodes"
+    join_folder(folder, OneRank(), 1)
+    for step in steps:
+        commit = {"format": FORMAT, "save_id": f"{step:032}", "files": []}
+        manifest = folder / f"checkpoint-{step}" / MANIFEST_NAME
+        folder.store.swap(manifest.key, json.dumps(commit).encode(), None)
+    return folder
+
+
+def test_a_run_that_went_back_deletes_what_it_has_left(tmp_path: Path) -> None:
+    """It was resumed from step 10, which is older than those of the steps it repeats."""
+    folder = folder_on_one_node(tmp_path, 10, 95, 100, 15)
+    args = SimpleNamespace(save_total_limit=2)
+    state = SimpleNamespace(best_model_checkpoint=None, best_global_step=None)
+    replaced = node_folders._replaced_by(folder / "checkpoint-15", args, state)
+    assert isinstance(folder.store, NodeStore)
+    folder.store.leave(folder.key)
+    assert {path.name for path in replaced} == {"checkpoint-95", "checkpoint-100"}
 
 
 class NoteSaves(TrainerCallback):
