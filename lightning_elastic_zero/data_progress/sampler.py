@@ -286,7 +286,7 @@ class ElasticSampler(DistributedSampler[Any]):
         start, self._start = self._start, None
         epoch = self.epoch
         first = start[1] if start is not None and start[0] == epoch else 0
-        if start is not None and start[0] != epoch and 0 < start[1] < self.steps and not self.rank:
+        if start is not None and start[0] != epoch and start[1] < self.steps and not self.rank:
             log.warning(
                 "ElasticSampler starts epoch %d at its first step, because set_epoch(%d) followed "
                 "start_at(%d, %d). Loaders that fabric.setup_dataloaders has wrapped call it: "

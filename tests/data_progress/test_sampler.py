@@ -152,11 +152,12 @@ def test_impossible_lengths_are_refused() -> None:
 
 def test_a_start_applies_to_one_epoch_only(caplog: pytest.LogCaptureFixture) -> None:
     sampler = sampler_of(12, BatchPlan(4, 1, 1), 0, shuffle=False)
-    sampler.start_at(3, 2)
-    sampler.set_epoch(4)
-    assert list(sampler) == list(range(12))
-    assert "starts epoch 4 at its first step" in caplog.text
-    caplog.clear()
+    for step in (0, 2):
+        sampler.start_at(3, step)
+        sampler.set_epoch(4)
+        assert list(sampler) == list(range(12))
+        assert "starts epoch 4 at its first step, because set_epoch(4)" in caplog.text
+        caplog.clear()
     sampler.start_at(3, 2)
     assert len(sampler) == 12
     assert list(sampler) == [8, 9, 10, 11]
