@@ -129,20 +129,21 @@ def test_a_slash_in_the_name_changes_nothing(worlds: Pools, tmp_path: Path) -> N
     """Lightning puts each checkpoint into a folder of its own."""
     options: dict[str, Any] = {"filename": "{epoch}-{val/loss:.3f}", "save_last": "link"}
     options |= {"monitor": "epoch", "mode": "max", "save_top_k": 2}
-    spec = FitCase(str(tmp_path), epochs=4, checkpoint=options)
+    run = tmp_path / "run"
+    spec = FitCase(str(run), epochs=4, checkpoint=options)
     step, lasts = worlds.run(1, partial(fit_nested, spec))[0]
     names = [f"epoch={epoch}-val/loss=0.000.ckpt" for epoch in range(4)]
     assert [*dict.fromkeys(lasts)] == names
-    kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*.ckpt"))
+    kept = sorted(str(path.relative_to(run)) for path in run.glob("*/*.ckpt"))
     assert kept == names[2:]
-    assert newest_sound_checkpoint(tmp_path) == tmp_path / names[3]
-    shard = next((tmp_path / names[3]).rglob("*_optim_states.pt"))
+    assert newest_sound_checkpoint(run) == run / names[3]
+    shard = next((run / names[3]).rglob("*_optim_states.pt"))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    assert newest_sound_checkpoint(tmp_path) == tmp_path / names[2]
-    assert newest_sound_checkpoint(tmp_path.parent) is None, "another run's"
-    for path in ("last", str(tmp_path / names[3])):
+    assert newest_sound_checkpoint(run) == run / names[2]
+    assert newest_sound_checkpoint(tmp_path) is None, "another run's"
+    for path in ("last", str(run / names[3])):
         again = replace(spec, ckpt_path=path, epochs=3, strategy={"fallback": True})
         assert worlds.run(1, partial(fit, again))[0]["step"] == step * 3 // 4
 
