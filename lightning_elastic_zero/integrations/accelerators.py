@@ -466,9 +466,9 @@ class LoopState:
         rank, device = self.accelerator.process_index, self.accelerator.device
         counterpart = loaded.grid.counterpart(rank, grid_of(self.accelerator))
         _load_rank_state(loaded, counterpart)
-        if counterpart != rank:
-            file = loaded.load_dir / f"{RNG_STATE_NAME}_{counterpart}.pkl"
-            take_device_state(file, f"torch_{device.type}_manual_seed", counterpart, device)
+        # Also of the same rank: nodes may have other numbers of devices.
+        file = loaded.load_dir / f"{RNG_STATE_NAME}_{counterpart}.pkl"
+        take_device_state(file, f"torch_{device.type}_manual_seed", counterpart, device)
         self._warn_at_first_step(loaded)
 
     def _restore_schedulers(self, loaded: Loaded) -> None:
@@ -579,8 +579,9 @@ def take_device_state(file: Path, entry: str, rank: int, device: torch.device) -
     """
     if device.type == "cpu" or not file.is_file():
         return
-    if states := accelerate.utils.load(file).get(entry):
-        state = states[rank % len(states)]
+    if (states := accelerate.utils.load(file).get(entry)) is not None:
+        # A Trainer with one device outside of a distributed job saves that device's state alone.
+        state = states if isinstance(states, torch.Tensor) else states[rank % len(states)]
         torch.get_device_module(device).set_rng_state(state, device)
 
 

@@ -280,10 +280,12 @@ class TrainerBinding(TrainerCallback):
         if (trainer := self._trainer) is not None and trainer.args.auto_find_batch_size:
             engine.set_train_micro_batch_size(trainer._train_batch_size)
 
-    def _is_foreground(self, _: Path) -> bool:
-        # Nothing waits for a save after train(), and an upload must not begin before.
+    def _is_foreground(self, path: Path) -> bool:
+        # Nothing waits for a save after train(), and an upload must not begin before. A run that
+        # went back has replaced the Trainer's files next to an old checkpoint already.
         trainer = self._trainer
-        return trainer is None or not self._is_training or trainer.args.push_to_hub
+        is_in_run = trainer is not None and self._is_training and not trainer.args.push_to_hub
+        return not is_in_run or folder_at(path).is_checkpoint()
 
     def _shows_bars(self) -> bool:
         return (trainer := self._trainer) is None or not trainer.args.disable_tqdm
@@ -346,9 +348,9 @@ def _restore_additional_rng(args: Any, grid: RankGrid, loaded: Loaded) -> None:
     saved = {"world_size": was, "process_index": rank, "parallel_mode": args.parallel_mode}
     of_saved = SimpleNamespace(args=SimpleNamespace(**saved))
     Trainer._load_rng_state(of_saved, str(loaded.load_dir))
-    if args.process_index != rank:
-        file = loaded.load_dir / (f"rng_state_{rank}.pth" if was > 1 else "rng_state.pth")
-        take_device_state(file, args.device.type, rank, args.device)
+    # Also of the same rank: nodes may have other numbers of devices.
+    file = loaded.load_dir / (f"rng_state_{rank}.pth" if was > 1 else "rng_state.pth")
+    take_device_state(file, args.device.type, rank, args.device)
 
 
 def _takes_folder(cls: type) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import json
 import logging
 import os
 import random
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -737,6 +739,29 @@ def train_until_killed(case: TrainerCase, event: str, path: str, removals: int) 
     if dist.get_rank() == 0:
         sys.addaudithook(watch)
     trainer.train(resume_from_checkpoint=case.resume)
+
+
+class NoteManifests(TrainerCallback):
+    """Notes the save of the engine's state in each folder, when the Trainer has saved it."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, str] = {}
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        step = state.global_step
+        for path in Path(args.output_dir, f"checkpoint-{step}").rglob("manifest.json"):
+            self.found[step] = json.loads(path.read_text())["save_id"]
+
+
+def engine_states_at_saves(case: TrainerCase) -> tuple[dict[int, str], dict[int, str]]:
+    """Train; return the engine's state in each folder at its save, and in the end."""
+    trainer, notes, later = make_trainer(case, Run()), NoteManifests(), NoteManifests()
+    trainer.add_callback(notes)
+    trainer.train(resume_from_checkpoint=case.resume)
+    for step in notes.found:
+        later.on_save(trainer.args, SimpleNamespace(global_step=step), None)
+    close(trainer)
+    return notes.found, later.found
 
 
 _saved_in: list[str] = []

@@ -26,6 +26,7 @@ from tests.integrations._hf_programs import (
     Run,
     State,
     TrainerCase,
+    engine_states_at_saves,
     failure_of,
     is_freed,
     push,
@@ -856,6 +857,16 @@ def test_a_kill_leaves_a_complete_folder_of_one(
     run, *_ = hf_ranks.run(3, partial(train, case))
     assert_continues(run, full_run, range(last + 1, 17))
     assert run.kept[-1] == {"checkpoint-16"}
+
+
+def test_a_folder_that_is_saved_again_is_not_mixed(hf_ranks: Pools, tmp_path: Path) -> None:
+    """The Trainer has replaced its own files: a kill would leave them with older weights."""
+    args = {"save_steps": 2, "max_steps": 4}
+    case = TrainerCase(str(tmp_path), stage=2, args=args, options={"async_save": True})
+    hf_ranks.run(2, partial(train, case))
+    case = replace(case, resume=str(tmp_path / "checkpoint-2"))
+    for at_save, in_the_end in hf_ranks.run(2, partial(engine_states_at_saves, case)):
+        assert at_save[4] == in_the_end[4]
 
 
 @pytest.mark.long
