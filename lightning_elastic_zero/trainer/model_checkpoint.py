@@ -49,6 +49,9 @@ T = TypeVar("T")
 
 _WARNS = "_ModelCheckpoint__warn_if_dir_not_empty"
 
+_REPLACED = "_elastic_replaced"
+"""Attribute of a callback: the checkpoint that its last save replaces."""
+
 _ANY = "(?s:.*)"
 _NUMBER = r"(?:[-+]?(?:[\d.]+(?:e[-+]?\d+)?|inf)|nan)"
 """Patterns of a metric in a name: of any value, and of a number."""
@@ -169,9 +172,11 @@ class ModelCheckpointHooks:
                 f"ModelCheckpoint(filename={callback.filename!r}): the ranks log other values. The "
                 f"checkpoint is named by rank 0's, {name}. Log them with sync_dist=True."
             )
-        return ModelCheckpoint._get_metric_interpolated_filepath_name(
+        path = ModelCheckpoint._get_metric_interpolated_filepath_name(
             callback, candidates, trainer, None if why else del_filepath
         )
+        vars(callback)[_REPLACED] = del_filepath if callback.save_top_k > 0 else ""
+        return path
 
     def resume(self, trainer: pl.Trainer, loaded: LoadedSaves) -> None:
         """Continue the saves of the moment of a loaded checkpoint; collective.
@@ -197,7 +202,8 @@ class ModelCheckpointHooks:
                 callback._defer_save_until_validation = True
             is_same_folder = saved.get("dirpath") == str(callback.dirpath)
             if is_same_folder and is_on_nodes(parse_path(str(callback.dirpath))):
-                _on_rank_zero(trainer, partial(self._delete_leftovers, trainer, callback))
+                replaced = saved.get("replaced", "")
+                _on_rank_zero(trainer, partial(self._delete_leftovers, trainer, callback, replaced))
             if saved.get("step") == step:
                 callback._last_global_step_saved = step
                 if is_same_folder:
@@ -210,12 +216,14 @@ class ModelCheckpointHooks:
                 callback._last_global_step_saved = step
         self._loaded = None
 
-    def _delete_leftovers(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
-        """Delete what a callback has saved on nodes and does not know; on rank 0.
+    def _delete_leftovers(
+        self, trainer: pl.Trainer, callback: ModelCheckpoint, replaced: str
+    ) -> None:
+        """Delete what a callback has saved on nodes and nothing needs; on rank 0.
 
-        Their memory is small. A killed run leaves a checkpoint that it was about to delete. Those
-        that are newer than the loaded one stay, unless they have lost files. So do those of other
-        names: the user's, or of a callback that this run does not have any more.
+        Their memory is small. A run that was killed between a save and a deletion leaves the
+        checkpoint that the loaded one has ``replaced``. Others stay, unless they have lost files.
+        So do those of other names: the user's, or of a callback that is not here any more.
         """
         if callback.save_top_k <= 0:
             return
@@ -230,8 +238,8 @@ class ModelCheckpointHooks:
         for entry in folder_at(str(callback.dirpath)).entries():
             is_own = re.fullmatch(pattern, entry.path.name) and entry.path not in known
             if is_own and entry.is_checkpoint() and not entry.is_link():
-                is_older = entry.published_ns() < self._loaded_ns
-                if is_older or not entry.can_replace(entry):
+                was_replaced = str(entry) == replaced and entry.published_ns() < self._loaded_ns
+                if was_replaced or not entry.can_replace(entry):
                     self._manager.remove(str(entry))
 
     def _find_last(self, trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
@@ -421,7 +429,8 @@ def _pattern(part: str, callback: ModelCheckpoint, metric: str) -> str:
 def saves_of(trainer: pl.Trainer, path: str, hook: str) -> dict[str, dict[str, Any]]:
     """Return each ``ModelCheckpoint``'s last saved step and folder, and whether a save is deferred.
 
-    Its own state does not contain the step. The callback that saves to ``path`` in ``hook`` now
+    Also the checkpoint that its last save has replaced and is about to delete. Its own state does
+    not contain the step. The callback that saves to ``path`` in ``hook`` now
     updates it afterwards. A deferral lasts until a save in ``on_validation_end``: Lightning does
     not end it if there are none, or if another save is due before.
     """
@@ -440,6 +449,7 @@ def saves_of(trainer: pl.Trainer, path: str, hook: str) -> dict[str, dict[str, A
                 "step": step,
                 "deferred": deferred and not (is_saving and hook == VALIDATION_END),
                 "dirpath": str(callback.dirpath),
+                "replaced": vars(callback).get(_REPLACED) or "",
             }
     return saves
 

@@ -27,6 +27,7 @@ from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage import node_files
+from lightning_elastic_zero.storage.store_folder import StoreFolder
 from lightning_elastic_zero.trainer.model_checkpoint import ModelCheckpointHooks
 from lightning_elastic_zero.trainer.preemption import PreemptionCheckpoint
 from tests.support.fits import (
@@ -65,9 +66,15 @@ def names(nodes: Nodes, node: int) -> list[str]:
     return sorted(path.name for path in nodes.path(node).iterdir() if path.name[0] != ".")
 
 
-def fit_without_deletions(plan: FitCase) -> dict[str, Any]:
-    """Fit as a run that is killed before each deletion; for new ranks."""
-    CheckpointManager.remove = lambda *_: None  # type: ignore[method-assign]
+def fit_without_last_deletion(plan: FitCase) -> dict[str, Any]:
+    """Fit as a run that is killed before its second deletion; for new ranks."""
+    remove = CheckpointManager.remove
+
+    def remove_first(manager: CheckpointManager, path: Any) -> None:
+        if "step=1." in str(path):
+            remove(manager, path)
+
+    CheckpointManager.remove = remove_first  # type: ignore[method-assign]
     return fit(plan)
 
 
@@ -84,8 +91,8 @@ def test_a_lost_node_costs_no_step(nodes: Nodes, *, async_save: bool) -> None:
     whole = replace(plan, root=str(nodes.root / "whole"), epochs=3)
     with nodes.world(0, 1) as run:
         expected = run(partial(fit, whole))[0]
-        first = run(partial(fit_without_deletions, plan))[0]
-    saved = ["last.ckpt", *(f"step={step}.ckpt" for step in (1, 2, 3, 4))]
+        first = run(partial(fit_without_last_deletion, plan))[0]
+    saved = ["last.ckpt", *(f"step={step}.ckpt" for step in (2, 3, 4))]
     assert names(nodes, 0) == names(nodes, 1) == saved
     nodes.lose(0)
     resumed = replace(plan, epochs=3, ckpt_path="last", seed=1)
@@ -141,11 +148,14 @@ def test_a_copied_checkpoint_is_as_old_as_its_manifest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_names", [True, False])
-def test_leftovers_are_of_the_callbacks_own_names(tmp_path: Path, *, with_names: bool) -> None:
-    """Not the user's, nor those of a callback that the run does not have any more."""
+def test_leftovers_are_replaced_or_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, with_names: bool
+) -> None:
+    """Not others: the user's, or of a callback that keeps all, or that is not here any more."""
     equals = "step=" if with_names else ""
-    own, kept = f"{equals}1", [f"{equals}2", f"{equals}1-val_loss=0.5", "before-1", "best-0.5"]
-    for name in (own, *kept):
+    replaced, lost, kept = (f"{equals}{step}" for step in (1, 3, 2))
+    others = [f"{equals}0", f"{equals}1-val_loss=0.5", "before-1", "best-0.5"]
+    for name in (replaced, lost, kept, *others):
         folder = tmp_path / f"{name}.ckpt"
         folder.mkdir()
         (folder / MANIFEST_NAME).write_text(json.dumps({"format": FORMAT, "save_id": "0" * 32}))
@@ -153,13 +163,14 @@ def test_leftovers_are_of_the_callbacks_own_names(tmp_path: Path, *, with_names:
     callback = ModelCheckpoint(
         url, "{step}", monitor="step", save_top_k=2, auto_insert_metric_name=with_names
     )
-    callback.best_k_models = {f"{url}/{kept[0]}.ckpt": torch.tensor(2)}
+    callback.best_k_models = {f"{url}/{kept}.ckpt": torch.tensor(2)}
+    monkeypatch.setattr(StoreFolder, "can_replace", lambda self, _: self.path.stem != lost)
     manager: Any = SimpleNamespace(remove=removed.append)
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback])
     hooks = ModelCheckpointHooks(manager, lambda *_: None)
     hooks._loaded_ns = 2**62
-    hooks._delete_leftovers(trainer, callback)
-    assert removed == [f"{url}/{own}.ckpt"]
+    hooks._delete_leftovers(trainer, callback, f"{url}/{replaced}.ckpt")
+    assert sorted(removed) == [f"{url}/{replaced}.ckpt", f"{url}/{lost}.ckpt"]
 
 
 def fit_with_log(plan: FitCase) -> tuple[str, dict[str, Any], str]:
