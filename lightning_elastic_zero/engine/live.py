@@ -143,16 +143,21 @@ class LiveEngine:
 
         DeepSpeed's wrappers call ``step`` of the wrapped optimizer only at the end of a window of
         micro-batches and without a gradient overflow; ZeRO-3 calls it once per sub-group. Returns a
-        function that removes the hook. Raises UnsupportedError without a ``torch.optim.Optimizer``.
+        function that removes the hook. Raises UnsupportedError if an optimizer calls no hooks.
         """
         if not self._wrapper:  # nothing steps
             return lambda: None
         inner = self._inner
-        if not isinstance(inner, torch.optim.Optimizer):
-            msg = f"{type(inner).__name__} is not a torch.optim.Optimizer: save without async_save"
-            raise UnsupportedError(msg)
         # With partial offload, a second optimizer steps the first sub-groups.
         stepping = [inner, *filter(None, [getattr(self._optimizer, "backup_optimizer", None)])]
+        for each in stepping:
+            # torch marks it so when a constructor of torch.optim.Optimizer wraps it.
+            if not getattr(type(each).step, "hooked", False):
+                msg = (
+                    f"{type(each).__name__} does not call the hooks of torch.optim.Optimizer in "
+                    "step(): call super().__init__() in its constructor, or save without async_save"
+                )
+                raise UnsupportedError(msg)
         handles = [each.register_step_pre_hook(lambda *_: call()) for each in stepping]
 
         def remove() -> None:

@@ -12,6 +12,7 @@ from torch.distributed import get_world_size
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, STAGES
 from lightning_elastic_zero.core.requirements import DEEPSPEED, version_of
 from lightning_elastic_zero.core.tensors import dtype_name
+from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.engine.addresses import full_shape
 from lightning_elastic_zero.engine.buffers import (
     REPLICATED,
@@ -135,6 +136,27 @@ def unfit_class(inner: torch.optim.Optimizer, *, in_zero: bool) -> Iterator[str]
             f"the optimizer {package}.{name}: its state is quantized in blocks of the flat buffer, "
             "which cannot be repartitioned bit for bit; use one with 16 or 32 bits"
         )
+    if outside := _state_outside(inner):
+        yield (
+            f"the optimizer {package}.{name}: it keeps state in {format_names(outside)}, but only "
+            "that in its `state` and `param_groups` is saved; use an optimizer that has no other"
+        )
+
+
+def _state_outside(inner: torch.optim.Optimizer) -> list[str]:
+    """Return where an optimizer keeps state besides that of its parameters and groups.
+
+    A wrapper, such as timm's ``Lookahead``, has that of another optimizer; others add counters of
+    their own to ``state_dict()``.
+    """
+    found = [
+        name
+        for name, value in vars(inner).items()
+        if isinstance(value, torch.optim.Optimizer) and value.state is not inner.state
+    ]
+    if type(inner).state_dict is not torch.optim.Optimizer.state_dict:
+        found += sorted(inner.state_dict().keys() - {"state", "param_groups"})
+    return found
 
 
 def _bitsandbytes(inner: Any, name: str, *, in_zero: bool) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from tests.support.engines import (
     inner_of,
     train,
 )
-from tests.support.outcome import captured_log
+from tests.support.outcome import captured_log, error_text
 from tests.support.ranks import ForkServer, Pools, skip_without
 
 pytestmark = pytest.mark.engine
@@ -160,9 +161,35 @@ def test_adagrad_without_saved_state_is_reset_to_its_start(
     assert {v for k, v in after.items() if k.startswith("scalar/step/")} == {"tensor(0.)"}
 
 
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer that steps another one, as ``Lookahead`` of several packages does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.base = torch.optim.AdamW(params, lr=lr)
+        self.param_groups, self.defaults = self.base.param_groups, self.base.defaults
+        self.state = defaultdict(dict)
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer with a counter of its own in ``state_dict``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "total_step": 3}
+
+
+WRAPPING, COUNTING = (f"{cls.__module__}.{cls.__name__}" for cls in (Wrapping, Counting))
+
+
 @pytest.mark.parametrize(
     ("setup", "names"),
     [
+        (EngineCase(2, "0", optimizer=WRAPPING), ("Wrapping", "keeps state in base")),
+        (EngineCase(2, "2", optimizer=COUNTING), ("Counting", "keeps state in total_step")),
         (EngineCase(2, "1", optimizer="MatrixState"), ("'factors'", "(2, 3)", "OddState")),
         (EngineCase(3, "2", optimizer="ShortState"), ("'factors'", "(5,)", "OddState")),
         (EngineCase(2, "3", optimizer="MatrixState"), ("'factors'", "(2, 3)", "OddState")),
@@ -185,6 +212,25 @@ def test_a_state_without_a_rule_is_refused_by_name_at_save(
     steps = 1 if setup.optimizer in ODD_SHAPES else 0  # DeepSpeed cannot step with the others.
     assert_refused(pools.run, setup, act, *names, error="UnsupportedError", steps=steps, look=False)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", WRAPPING])
+def test_a_hook_runs_before_each_step_or_is_refused(optimizer: str, pools: Pools) -> None:
+    setup = EngineCase(2, "0", optimizer=optimizer)
+    for error, calls in pools.run(2, partial(count_hooks, setup)):
+        assert ("Wrapping does not call the hooks" in error) == (optimizer == WRAPPING)
+        assert calls == (0 if error else 2)
+
+
+def count_hooks(setup: EngineCase) -> tuple[str, int]:
+    """Train two steps with a hook; return its error, and how often it was called."""
+    from lightning_elastic_zero.engine.live import LiveEngine
+
+    calls: list[int] = []
+    with engine_of(setup, 0) as engine:
+        error = error_text(lambda: LiveEngine(engine).add_step_pre_hook(lambda: calls.append(1)))
+        train(engine, setup, 0, 2)
+    return error, len(calls)
 
 
 STATES_OF_OTHERS = {
