@@ -48,6 +48,9 @@ _CANCEL_TIMEOUT_S = 5.0
 
 _GLANCE_S = 1.0
 
+_LONG_S = 60.0
+"""Time after which a wait for a save in flight is reported."""
+
 _FAILED = "could not be saved in the background"
 _NOT_AGREED = "was saved in the background and is in its place, but not all ranks have agreed on it"
 _BUT = "was saved in the background, but"
@@ -272,9 +275,17 @@ class AsyncCheckpointer:
         job = self._job
         if job is None:
             return
-        began = time.monotonic()
+        began, has_warned = time.monotonic(), self._ranks.rank > 0
         while not job.over.wait(_GLANCE_S):
             progress.check()
+            if not has_warned and time.monotonic() - began > _LONG_S:
+                has_warned = True
+                log.warning(
+                    "Training has waited %.0f s for the save of %s in the background: check that "
+                    "its disk responds",
+                    _LONG_S,
+                    job.target,
+                )
             if job.reported and time.monotonic() - began > DRAIN_TIMEOUT_S:
                 msg = (
                     f"{job.target} is still being written, long after a wait for it failed: check "

@@ -22,6 +22,7 @@ from lightning_elastic_zero.checkpoint.consistency import (
 from lightning_elastic_zero.checkpoint.extra_state import warn_of_unsaved, with_extra_states
 from lightning_elastic_zero.checkpoint.nodes import check_room, join_folder_of
 from lightning_elastic_zero.checkpoint.shards import check_shards, shard_report
+from lightning_elastic_zero.checkpoint.streams import finish_device_work
 from lightning_elastic_zero.checkpoint.types import (
     CheckpointStats,
     SaveOptions,
@@ -116,6 +117,7 @@ def collect(request: SaveRequest, rank: int) -> ShardContents:
         UnsupportedError: part of the state cannot be saved.
     """
     engine, options, target = request.engine, request.options, parse_path(request.path)
+    finish_device_work()  # offload_states(non_blocking=True) may still copy state to the host.
     engine.check()
     manifest = manifest_to_save(engine.describe(), options)
     state = engine.rank_state(
@@ -246,7 +248,8 @@ def _write(
 
     def look_at_state() -> None:
         contents = look()
-        flats = tuple(map(without_equal_weights, contents.state.flats))
+        progress = io_progress("comparing", ranks, check_cancelled=cancellation.check)
+        flats = tuple(without_equal_weights(flat, progress) for flat in contents.state.flats)
         contents = replace(contents, state=replace(contents.state, flats=flats))
         requests = folder_at(contents.target).requests
         looked.append(_Looked(contents, contents.compared(), requests))

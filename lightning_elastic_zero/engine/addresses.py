@@ -25,6 +25,7 @@ from lightning_elastic_zero.core.partition import (
     replicated_layout,
     zero_layout,
 )
+from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import FlatState, is_writable, same_bits
 from lightning_elastic_zero.engine.buffers import LiveFlatBuffer
 from lightning_elastic_zero.errors import (
@@ -388,10 +389,11 @@ def _forward_piece(parameter: Any) -> tuple[int, torch.Tensor]:
     return start, parameter.data.reshape(-1)[start : start + piece.numel()]
 
 
-def without_equal_weights(flat: FlatState) -> FlatState:
+def without_equal_weights(flat: FlatState, progress: Progress = NO_PROGRESS) -> FlatState:
     """Drop the module's weights of a flat buffer if they equal the rounded masters."""
     for fragment, piece in zip(flat.fragments, flat.weights, strict=bool(flat.weights)):
         for _, at, end in bounded_runs([fragment]):
+            progress.check()
             weights = piece[at - fragment.offset : end - fragment.offset]
             if not same_bits(weights, flat.master[at:end].to(weights)):
                 return flat

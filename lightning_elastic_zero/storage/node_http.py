@@ -104,7 +104,8 @@ class NodeServer(http.server.ThreadingHTTPServer):
 
     def stop(self) -> None:
         """Stop listening; requests under way end by themselves."""
-        self.shutdown()
+        if self._thread.is_alive():  # Else the system had no thread, and nothing would answer.
+            self.shutdown()
         self.server_close()
 
     def get_request(self) -> tuple[socket.socket, object]:
