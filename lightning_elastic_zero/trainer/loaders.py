@@ -240,6 +240,12 @@ def resumable_part_of(loader: object) -> ResumesAtSample | None:
     return next((part for part in (loader, *parts) if isinstance(part, ResumesAtSample)), None)
 
 
+def has_own_state(loader: object) -> bool:
+    """Whether a resume places a loader by its own state."""
+    is_placed = elastic_sampler_of(loader) is not None or resumable_part_of(loader) is not None
+    return isinstance(loader, Stateful) and not is_placed
+
+
 def has_stateful_loader(trainer: pl.Trainer) -> bool:
     """Whether a training loader has its own state instead of an ``ElasticSampler``."""
     return any(

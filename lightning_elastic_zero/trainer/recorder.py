@@ -46,6 +46,7 @@ from lightning_elastic_zero.trainer.lightning import (
 from lightning_elastic_zero.trainer.loaders import (
     elastic_sampler_of,
     generator_states,
+    has_own_state,
     has_stateful_loader,
     length_of,
     samples_per_step,
@@ -309,6 +310,9 @@ class RunRecorder:
         for index, (loader, size, part) in enumerate(zip(loaders, sizes, before, strict=True)):
             whole = _samples_of_pass(loader, size, trainer.accumulate_grad_batches)
             is_lost = whole is None and ended[index : index + 1] == [True]
+            if is_lost and has_own_state(loader):
+                parts.append(Consumed(0, 1))  # Its state has its place in this pass.
+                continue
             if size is None or part is None or is_lost:
                 parts.append(None)
                 continue

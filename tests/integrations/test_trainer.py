@@ -859,6 +859,7 @@ def test_a_kill_leaves_a_complete_folder_of_one(
     assert run.kept[-1] == {"checkpoint-16"}
 
 
+@pytest.mark.long
 def test_a_folder_that_is_saved_again_is_not_mixed(hf_ranks: Pools, tmp_path: Path) -> None:
     """The Trainer has replaced its own files: a kill would leave them with older weights."""
     args = {"save_steps": 2, "max_steps": 4}

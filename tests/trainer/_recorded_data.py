@@ -457,6 +457,8 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
         case "a shorter stream":
             shorter = made(SeekableStream(length // 2, size))
             return [made(data, shuffle=True), shorter]
+        case "a shorter stateful one":
+            return [made(data, shuffle=True), StatefulLoader(Stream(5 * size), batch_size=size)]
         case "continuing":
             return DataLoader(ContinuingStream(length), batch_size=size)
         case "two, one uncut":

@@ -191,6 +191,16 @@ def test_a_stream_that_has_restarted_is_refused(worlds: Pools, tmp_path: Path) -
     assert_refused(worlds, 2, saving.resumed("step 0.6"), "CheckpointMismatchError", text)
 
 
+@pytest.mark.long
+def test_a_stateful_loader_that_has_restarted_ends_no_epoch(worlds: Pools, tmp_path: Path) -> None:
+    """Its state has its place in the pass, but not that the pass is not its first."""
+    run = recorded(kind="a shorter stateful one", length=64, global_batch=None, batch_size=4)
+    run = replace(run, epochs=1)
+    saving, reference = saved(run, worlds, tmp_path, "step 0.2", "step 0.6")
+    assert reference.global_step == 8
+    assert_continued(worlds, 2, saving, reference, {"step 0.2": 2, "step 0.6": 6})
+
+
 @pytest.mark.parametrize("last", [True, "link"])
 def test_a_refused_resume_replaces_no_checkpoint(last: Any, worlds: Pools, tmp_path: Path) -> None:
     """A save during the exception would contain the loaded step and unrestored data."""

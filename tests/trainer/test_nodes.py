@@ -74,7 +74,7 @@ def fit_without_last_deletion(plan: FitCase) -> dict[str, Any]:
         if "step=1." in str(path):
             remove(manager, path)
 
-    CheckpointManager.remove = remove_first  # type: ignore[method-assign]
+    CheckpointManager.remove = remove_first  # type: ignore[method-assign,assignment]
     return fit(plan)
 
 
