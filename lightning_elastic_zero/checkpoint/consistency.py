@@ -58,6 +58,8 @@ class ComparedState:
     """Those of each parameter group, as text."""
     replicas: Items
     """Stage 0: a checksum of the masters in each flat buffer."""
+    frozen: Items
+    """Stages 0 to 2: a checksum of each frozen weight."""
     buffers: Items
     """Module buffers."""
     extra_states: Items
@@ -88,6 +90,9 @@ class ComparedState:
             {str(i): str(value) for i, value in enumerate(state.replica_sums)}
             if not state.tensor_rank
             else {},
+            {name: str(value) for name, value in state.frozen_sums.items()}
+            if not state.tensor_rank
+            else {},
             {name: digest_of(tensor) for name, tensor in state.module_buffers.items()},
             of_library[EXTRA_STATES],
             of_library[OPTIMIZER_STATE],
@@ -108,6 +113,7 @@ class ComparedState:
         return {
             "hyperparameters": groups,
             "replicas": self.replicas,
+            "frozen": self.frozen,
             "buffers": self.buffers,
             "extra_states": self.extra_states,
             "optimizer_state": self.optimizer_state,
@@ -128,6 +134,7 @@ class Differences:
     hyperparameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """By the index of the group."""
     replicas: Items = field(default_factory=dict)
+    frozen: Items = field(default_factory=dict)
     extra_states: bool = False
     optimizer_state: bool = False
     entries: Items = field(default_factory=dict)
@@ -155,6 +162,7 @@ class Differences:
                 i: this_rank.hyperparameters[int(i)] for i in reported("hyperparameters")
             },
             replicas={index: this_rank.replicas[index] for index in reported("replicas")},
+            frozen={name: this_rank.frozen[name] for name in reported("frozen")},
             extra_states=bool(buckets("extra_states")),
             optimizer_state=bool(buckets("optimizer_state")),
             entries={name: this_rank.entries[name] for name in entries},
@@ -263,6 +271,7 @@ def warn_of_differences(
     """
     _warn_of_hyperparameters(rank_zero.hyperparameters, of_ranks)
     _warn_of_replicas(rank_zero.replicas, manifest, of_ranks)
+    _warn_of_frozen(rank_zero.frozen, of_ranks)
     found: dict[str, list[int]] = {}
     for rank, differences in enumerate(of_ranks):
         for path in _differing_entries(rank_zero.entries, differences):
@@ -309,6 +318,24 @@ def _warn_of_replicas(
         format_ranks(ranks),
         format_names(names, _MOST_NAMED),
     )
+
+
+def _warn_of_frozen(rank_zero: Items, of_ranks: Sequence[Differences]) -> None:
+    differing: dict[str, list[int]] = {}
+    for rank, differences in enumerate(of_ranks):
+        for name, value in differences.frozen.items():
+            if rank_zero.get(name) != value:
+                differing.setdefault(name, []).append(rank)
+    if differing:
+        log.warning(
+            "Frozen weights differ between ranks: %s. Rank 0's are saved, and a resume gives them "
+            "to all ranks. Make the same changes on all ranks, or register them as buffers, which "
+            "are saved for each rank.",
+            format_names(
+                (f"{name} on {format_ranks(ranks)}" for name, ranks in differing.items()),
+                _MOST_NAMED,
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, order=True)

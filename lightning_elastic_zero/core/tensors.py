@@ -69,6 +69,8 @@ class RankState:
     """Optimizer state under keys that are not parameters; the same on all ranks."""
     replica_sums: tuple[int, ...] = ()
     """Stage 0, where every rank has all masters: a sum over the bits of each flat buffer."""
+    frozen_sums: Mapping[str, int] = field(default_factory=dict)
+    """Stages 0 to 2, where every rank has all frozen weights: a sum over the bits of each."""
     tensor_rank: int = 0
     """The tensor rank whose shards it has."""
     copy_sums: Mapping[str, int] = field(default_factory=dict)

@@ -403,7 +403,9 @@ class LiveEngine:
         adds the module's low-precision weights.
         """
         module, scheduler = self._engine.module, self._engine.lr_scheduler
-        frozen = {} if exclude_frozen and self._wrapper else self.frozen()
+        trained_only = exclude_frozen and bool(self._wrapper)
+        names = {} if trained_only else self.frozen()
+        frozen = {name: weight_piece(p)[1] for name, p in names.items()}
         flats = tuple(
             FlatState(
                 fragments, buffer.values.detach(), *states, in_module=buffer.low is buffer.master
@@ -417,7 +419,10 @@ class LiveEngine:
         state = RankState(
             flats=tuple(self._with_weights(flats)),
             replica_sums=sums,
-            frozen={name: weight_piece(p)[1] for name, p in frozen.items()},
+            frozen=frozen,
+            frozen_sums=dict(zip(frozen, bit_sums([*frozen.values()]), strict=True))
+            if self._stage < STAGE_WEIGHTS and self._world_size > 1
+            else {},
             module_buffers=persistent_buffers(module),
             module_weights=module_weights(module) if keep_module_weights else {},
             loss_scaler={},

@@ -1,9 +1,9 @@
-"""Rates that differ between ranks cause a warning and end no run."""
+"""Rates and weights that differ between ranks cause a warning and end no run."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,3 +96,36 @@ def test_schedulers_that_differ_while_rates_are_equal_are_rank_0s(
     assert "The trainer's state differs between ranks: lr_schedulers on rank 1" in warning
     found = pools.run(2, partial(resume_drifted, setup, path))
     assert [state["lr_schedulers"][0]["num_bad_epochs"] for _, state in found] == [0, 0]
+
+
+def save_with_own_frozen_weights(setup: EngineCase, path: str) -> list[str]:
+    """Save an engine whose last rank has changed a frozen weight; return its warnings."""
+    from lightning_elastic_zero.api import save_checkpoint
+
+    rank = distributed.get_rank()
+    with (
+        captured_log("lightning_elastic_zero", logging.WARNING) as warned,
+        engine_of(setup, 0) as engine,
+    ):
+        train(engine, setup, 0, 1)
+        if rank == setup.world - 1:
+            engine.module.frozen.weight.data.view(-1)[:1].add_(1)
+        save_checkpoint(engine, path)
+        return warned
+
+
+@pytest.mark.parametrize("zero", ["0", "2", "3"])
+def test_frozen_weights_that_differ_are_named(zero: str, pools: Pools, tmp_path: Path) -> None:
+    """In ZeRO-3, each rank has and writes its own part of them."""
+    setup = EngineCase(3, zero, "bf16")
+    if zero == "3":
+        setup = replace(setup, persistence=0)
+    first, *others = pools.run(
+        3, partial(save_with_own_frozen_weights, setup, str(tmp_path / "frozen.ckpt"))
+    )
+    assert not any(others)
+    if zero == "3":
+        assert not first
+    else:
+        (warning,) = first
+        assert "Frozen weights differ between ranks: frozen.weight on rank 2." in warning
