@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 _WARNS = "_ModelCheckpoint__warn_if_dir_not_empty"
 
-_REPLACED = "_elastic_replaced"
+_REPLACED = "elastic_zero_replaced"
 """Attribute of a callback: the checkpoint that its last save replaces."""
 
 _ANY = "(?s:.*)"

@@ -296,7 +296,7 @@ def test_a_snapshot_keeps_every_field_of_the_state() -> None:
     flat = FlatState((fragment,), live[0], *states, in_module=True, weights=(live[7],))
     of_engine = {"scale": 8}, {"last_epoch": 1}, {"global": {"rates": live[6]}}, (7,)
     tensors = (flat,), {"f": live[3]}, {"average": live[4]}, {"low": live[5]}
-    state = RankState(*tensors, *of_engine, tensor_rank=1, copy_sums={"f": 9})
+    state = RankState(*tensors, *of_engine, tensor_rank=1, copy_sums={"f": 9}, frozen_sums={"f": 8})
     for held in (state, flat):
         empty = {"{}", "()", "None", "False"}
         assert all(repr(getattr(held, each.name)) not in empty for each in fields(held))
