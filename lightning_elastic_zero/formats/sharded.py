@@ -13,7 +13,12 @@ from lightning_elastic_zero.core.layout import Fragment, Layout, ShardedLayout, 
 from lightning_elastic_zero.core.manifest import Manifest, Shard, TensorParallel
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import Scalar
-from lightning_elastic_zero.formats.reader import CheckpointReader, Location, SharedState
+from lightning_elastic_zero.formats.reader import (
+    CheckpointReader,
+    Location,
+    SharedState,
+    SourceInfo,
+)
 
 T = TypeVar("T")
 
@@ -45,7 +50,7 @@ class ShardedReader(CheckpointReader):
 
     def __init__(self, manifest: Manifest, shards: Sequence[CheckpointReader]) -> None:
         self.manifest = manifest
-        self.info = shards[0].info
+        self.info = _joined_info([shard.info for shard in shards])
         self.files = shards[0].files
         self._shards = shards
 
@@ -59,6 +64,7 @@ class ShardedReader(CheckpointReader):
         before = self._shards[0].manifest
         for shard in self._shards:
             shard.bind(live)
+        self.info = _joined_info([shard.info for shard in self._shards])
         if self._shards[0].manifest is not before:
             shapes = {p.name: p.shape for p in self.manifest.parameters}
             cuts = {c.name: (c, shapes[c.name]) for c in self.manifest.tensor_parallel.cuts}
@@ -120,11 +126,11 @@ class ShardedReader(CheckpointReader):
 
     @property
     def other_steps(self) -> str:
-        return self._shards[0].other_steps
+        return _first(shard.other_steps for shard in self._shards)
 
     @property
     def counts_steps(self) -> bool:
-        return self._shards[0].counts_steps
+        return all(shard.counts_steps for shard in self._shards)
 
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         rank, shard = self._at(at.rank)
@@ -151,3 +157,17 @@ class ShardedReader(CheckpointReader):
     def close(self) -> None:
         for shard in self._shards:
             shard.close()
+
+
+def _joined_info(of_shards: Sequence[SourceInfo]) -> SourceInfo:
+    """Return the kind of a checkpoint, with the doubts about any tensor rank's files."""
+    return replace(
+        of_shards[0],
+        mixed=_first(info.mixed for info in of_shards),
+        unmatched=_first(info.unmatched for info in of_shards),
+        incomplete=_first(info.incomplete for info in of_shards),
+    )
+
+
+def _first(texts: Iterable[str]) -> str:
+    return next(filter(None, texts), "")

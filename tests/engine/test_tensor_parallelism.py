@@ -275,6 +275,36 @@ def test_missing_and_exchanged_files_of_deepspeed_are_named(
     assert reason in problem
 
 
+def save_two_steps(grid: Grid, folder: str) -> None:
+    """Let DeepSpeed save two steps of a run."""
+    with engine_on(grid, 0) as engine:
+        for step, tag in enumerate(("old", "new")):
+            train_on(engine, grid, 2 * step, 2 * step + 2)
+            engine.save_checkpoint(folder, tag)
+
+
+def failed_load(grid: Grid, path: str) -> str:
+    from lightning_elastic_zero.api import load_checkpoint
+
+    with engine_on(grid, 7) as engine:
+        return error_text(lambda: load_checkpoint(engine, path))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), (3, "fp32")])
+def test_an_old_file_of_another_tensor_rank_is_refused(
+    stage: int, precision: str, pools: Pools, tmp_path: Path
+) -> None:
+    """A kill while DeepSpeed writes a tag again leaves one."""
+    grid = Grid(2, 1, stage, precision)
+    pools.run(2, partial(save_two_steps, grid, str(tmp_path)))
+    (old,) = tmp_path.glob("old/*mp_rank_01_optim_states.pt")
+    shutil.copy(old, tmp_path / "new")
+    assert "Resume from another checkpoint" in verify_checkpoint(tmp_path / "new").problem
+    for text in pools.run(2, partial(failed_load, grid, str(tmp_path / "new"))):
+        assert "Resume from another checkpoint" in text
+
+
 @pytest.mark.parametrize("writer", ["this library", "DeepSpeed"])
 def test_tools_put_whole_parameters_together(
     writer: str, saved_on: Callable[[Grid], Saved], tmp_path: Path
