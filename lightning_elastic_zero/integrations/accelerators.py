@@ -466,9 +466,9 @@ class LoopState:
         rank, device = self.accelerator.process_index, self.accelerator.device
         counterpart = loaded.grid.counterpart(rank, grid_of(self.accelerator))
         _load_rank_state(loaded, counterpart)
-        # Also of the same rank: nodes may have other numbers of devices.
-        file = loaded.load_dir / f"{RNG_STATE_NAME}_{counterpart}.pkl"
-        take_device_state(file, f"torch_{device.type}_manual_seed", counterpart, device)
+        file, is_own = loaded.load_dir / f"{RNG_STATE_NAME}_{counterpart}.pkl", counterpart == rank
+        entry = f"torch_{device.type}_manual_seed"
+        take_device_state(file, entry, counterpart, device, is_own=is_own)
         self._warn_at_first_step(loaded)
 
     def _restore_schedulers(self, loaded: Loaded) -> None:
@@ -572,17 +572,24 @@ def _load_rank_state(loaded: Loaded, rank: int) -> dict[str, Any]:
     return state
 
 
-def take_device_state(file: Path, entry: str, rank: int, device: torch.device) -> None:
+def take_device_state(
+    file: Path, entry: str, rank: int, device: torch.device, *, is_own: bool
+) -> None:
     """Give this rank's device the random state that the device of a saved rank had.
 
     ``entry`` of the rank's ``file`` has a state for each device of its node, and it used one.
+    ``is_own``: the rank has the same number, and its software has restored the states of devices by
+    their numbers, which is right on nodes with as many devices.
     """
     if device.type == "cpu" or not file.is_file():
         return
-    if (states := accelerate.utils.load(file).get(entry)) is not None:
-        # A Trainer with one device outside of a distributed job saves that device's state alone.
-        state = states if isinstance(states, torch.Tensor) else states[rank % len(states)]
-        torch.get_device_module(device).set_rng_state(state, device)
+    if (states := accelerate.utils.load(file).get(entry)) is None:
+        return
+    # A Trainer with one device outside of a distributed job saves that device's state alone.
+    of_devices = [states] if isinstance(states, torch.Tensor) else states
+    module = torch.get_device_module(device)
+    if not (is_own and len(of_devices) == module.device_count()):
+        module.set_rng_state(of_devices[rank % len(of_devices)], device)
 
 
 def _describe_loader(loader: Any) -> str:

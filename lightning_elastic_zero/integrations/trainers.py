@@ -348,9 +348,9 @@ def _restore_additional_rng(args: Any, grid: RankGrid, loaded: Loaded) -> None:
     saved = {"world_size": was, "process_index": rank, "parallel_mode": args.parallel_mode}
     of_saved = SimpleNamespace(args=SimpleNamespace(**saved))
     Trainer._load_rng_state(of_saved, str(loaded.load_dir))
-    # Also of the same rank: nodes may have other numbers of devices.
     file = loaded.load_dir / (f"rng_state_{rank}.pth" if was > 1 else "rng_state.pth")
-    take_device_state(file, args.device.type, rank, args.device)
+    is_own = args.process_index == rank
+    take_device_state(file, args.device.type, rank, args.device, is_own=is_own)
 
 
 def _takes_folder(cls: type) -> bool:

@@ -217,12 +217,22 @@ def test_a_rank_takes_the_random_state_of_the_device_that_the_saved_rank_used(
 ) -> None:
     file, taken = tmp_path / "states", dict[torch.device, int]()
     torch.save({"cuda": [torch.tensor(device) for device in range(4)]}, file)
-    stub = SimpleNamespace(set_rng_state=lambda state, device: taken.update({device: int(state)}))
+    stub = SimpleNamespace(
+        set_rng_state=lambda state, device: taken.update({device: int(state)}),
+        device_count=lambda: devices,
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda _: stub)
-    take_device_state(file, "cuda", 6, torch.device("cuda", 1))
-    take_device_state(file, "cuda", 0, torch.device("cpu"))
-    take_device_state(file, "xpu", 0, torch.device("xpu", 0))
-    assert taken == {torch.device("cuda", 1): 2}
+    one = torch.device("cuda", 1)
+    for rank, devices, is_own, wanted in (
+        (6, 4, False, {one: 2}),
+        (6, 4, True, {}),  # transformers and accelerate have restored that of cuda:1
+        (6, 8, True, {one: 2}),
+    ):
+        take_device_state(file, "cuda", rank, one, is_own=is_own)
+        take_device_state(file, "cuda", 0, torch.device("cpu"), is_own=is_own)
+        take_device_state(file, "xpu", 0, torch.device("xpu", 0), is_own=is_own)
+        assert taken == wanted
+        taken.clear()
 
 
 def test_runs_whose_samples_would_be_wrong_are_refused(hf_ranks: Pools) -> None:
