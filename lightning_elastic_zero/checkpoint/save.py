@@ -180,11 +180,13 @@ def _state_to_save(state: RankState, manifest: Manifest, rank: int) -> RankState
     flats, writes = state.flats, writes_weights(manifest, rank)
     if manifest.weights_only:
         flats = tuple(replace(flat, elementwise={}) for flat in flats)
-    frozen = {p.name for p in manifest.frozen if writes}
+    saved = {p.name for p in manifest.frozen}
+    frozen = saved if writes else set()
     return replace(
         state,
         flats=flats,
         frozen={name: piece for name, piece in state.frozen.items() if name in frozen},
+        frozen_sums={name: each for name, each in state.frozen_sums.items() if name in saved},
         module_weights=state.module_weights if writes else {},
         module_buffers={name: state.module_buffers[name] for name in manifest.module_buffers},
     )

@@ -44,6 +44,8 @@ class LoaderRecord:
 
     consumed: Consumed | None = None
     """None: unknown."""
+    has_restarted: bool = False
+    """Of a loader with its own state and without a length: whether this is not its first pass."""
     order: Mapping[str, Plain] = field(default_factory=dict)
     """``ElasticSampler.describe``: seed, dataset length, ...; empty without such a sampler."""
     has_run_seed: bool = False
@@ -66,6 +68,7 @@ class LoaderRecord:
             "consumed": None
             if consumed is None
             else {"samples": consumed.samples, "passes": consumed.passes},
+            "has_restarted": self.has_restarted,
             "order": dict(self.order),
             "has_run_seed": self.has_run_seed,
             "order_epoch": self.order_epoch,
@@ -81,6 +84,7 @@ class LoaderRecord:
             consumed = Consumed(_count(consumed["samples"]), _count(consumed["passes"]))
         return cls(
             consumed,
+            bool(entries["has_restarted"]),
             dict(entries["order"]),
             has_run_seed=bool(entries["has_run_seed"]),
             order_epoch=None if epoch is None else _count(epoch),

@@ -207,6 +207,8 @@ def position_loaders(
                 was = _rounded_down(was, size, loaded.trainer, length_of(loader))
             resumer.resume_at(position.epoch, 0 if was is None else was.samples)
         elif isinstance(loader, Stateful):
+            if was is None and loaded.loader(index).has_restarted:
+                was = Consumed(0, passes=1)  # Its state has the place in this pass.
             is_cut = ends_before_data(combined, index, state)
             _position_stateful(loader, state, loaded, is_cut=is_cut)
         places.append(was)

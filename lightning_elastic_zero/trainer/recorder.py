@@ -279,13 +279,17 @@ class RunRecorder:
         """Return the training loaders' records at a position; empty if there are no loaders."""
         records = []
         pairs = zip(training_loaders(trainer), self._consumed(trainer, position), strict=True)
+        combined = combined_loader(trainer)
+        ended = exhausted_loaders(combined) if combined is not None else []
         for index, (loader, consumed) in enumerate(pairs):
-            record = LoaderRecord(consumed)
+            is_ended = ended[index : index + 1] == [True]
+            has_restarted = consumed is None and is_ended and has_own_state(loader)
+            record = LoaderRecord(consumed, has_restarted)
             if (elastic := elastic_sampler_of(loader)) is not None:
                 epoch, digest = elastic.latest_order() or (None, "")
                 record = LoaderRecord(
                     consumed,
-                    elastic.describe(),
+                    order=elastic.describe(),
                     has_run_seed=self._prepared.has_run_seed(index, elastic.seed),
                     order_epoch=epoch,
                     order_digest=digest,
@@ -310,9 +314,6 @@ class RunRecorder:
         for index, (loader, size, part) in enumerate(zip(loaders, sizes, before, strict=True)):
             whole = _samples_of_pass(loader, size, trainer.accumulate_grad_batches)
             is_lost = whole is None and ended[index : index + 1] == [True]
-            if is_lost and has_own_state(loader):
-                parts.append(Consumed(0, 1))  # Its state has its place in this pass.
-                continue
             if size is None or part is None or is_lost:
                 parts.append(None)
                 continue

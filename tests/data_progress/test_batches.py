@@ -358,6 +358,7 @@ def test_a_record_is_described_in_samples() -> None:
     assert content["loaders"] == [
         {
             "consumed": {"samples": 48, "passes": 1},
+            "has_restarted": False,
             "order": {},
             "has_run_seed": False,
             "order_epoch": 3,
@@ -365,6 +366,7 @@ def test_a_record_is_described_in_samples() -> None:
         },
         {
             "consumed": None,
+            "has_restarted": False,
             "order": {},
             "has_run_seed": False,
             "order_epoch": None,
@@ -377,6 +379,7 @@ COUNTS = st.integers(0, 50)
 LOADERS = st.builds(
     LoaderRecord,
     st.none() | st.builds(Consumed, COUNTS, COUNTS),
+    st.booleans(),
     st.just(ORDER),
     has_run_seed=st.booleans(),
     order_epoch=st.none() | COUNTS,
