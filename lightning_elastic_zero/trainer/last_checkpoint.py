@@ -94,12 +94,16 @@ def _last_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str]:
 
 
 def _last_in_store(callback: ModelCheckpoint, _: pl.Trainer) -> set[str]:
-    """Return the manifests of the last checkpoints: Lightning asks for the time of an object."""
+    """Return the manifests of the last checkpoints: Lightning asks for the time of an object.
+
+    Behind links, which each end of an epoch makes again, also of an old checkpoint.
+    """
     folder, name = folder_at(str(callback.dirpath)), re.escape(callback.CHECKPOINT_NAME_LAST)
     pattern = re.compile(rf"{name}(-\d+)?.*{re.escape(callback.FILE_EXTENSION)}")
     try:
         last = [entry for entry in folder.entries() if pattern.fullmatch(entry.path.name)]
-        return {str(entry.path / MANIFEST_NAME) for entry in last if entry.exists()}
+        saved = (entry.follow_links() for entry in last if entry.exists())
+        return {str(checkpoint.path / MANIFEST_NAME) for checkpoint in saved}
     except OSError as error:
         msg = f"{folder} cannot be listed ({error.strerror})"
         raise CheckpointNotFoundError(msg) from error

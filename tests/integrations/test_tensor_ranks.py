@@ -217,10 +217,7 @@ def test_a_rank_takes_the_random_state_of_the_device_that_the_saved_rank_used(
 ) -> None:
     file, taken = tmp_path / "states", dict[torch.device, int]()
     torch.save({"cuda": [torch.tensor(device) for device in range(4)]}, file)
-    stub = SimpleNamespace(
-        set_rng_state=lambda state, device: taken.update({device: int(state)}),
-        device_count=lambda: devices,
-    )
+    stub = SimpleNamespace(set_rng_state=lambda state, device: taken.update({device: int(state)}))
     monkeypatch.setattr(torch, "get_device_module", lambda _: stub)
     one = torch.device("cuda", 1)
     for rank, devices, is_own, wanted in (
@@ -228,6 +225,7 @@ def test_a_rank_takes_the_random_state_of_the_device_that_the_saved_rank_used(
         (6, 4, True, {}),  # transformers and accelerate have restored that of cuda:1
         (6, 8, True, {one: 2}),
     ):
+        stub.device_count = lambda devices=devices: devices
         take_device_state(file, "cuda", rank, one, is_own=is_own)
         take_device_state(file, "cuda", 0, torch.device("cpu"), is_own=is_own)
         take_device_state(file, "xpu", 0, torch.device("xpu", 0), is_own=is_own)

@@ -10,6 +10,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_elastic_zero.errors import ElasticZeroError
 from tests.support.fits import FitCase, fit
@@ -80,6 +81,21 @@ def test_last_is_a_link(pools: Pools, s3: S3, folder: str) -> None:
     assert second["start"] == first["end"]
     names = pools.run(1, partial(run, partial(names_in, plan.root)))[0]
     assert names["last.ckpt"] == "epoch=1.ckpt"
+
+
+@pytest.mark.long
+def test_last_is_the_newest_of_two_callbacks(pools: Pools, s3: S3) -> None:
+    """One that saves rarely makes its link to an old checkpoint again at the end of an epoch."""
+    bucket, environment = s3
+    run, root = partial(with_environment, environment), f"{bucket}/{uuid4()}"
+    kept = {"save_top_k": -1, "filename": "{step}", "save_last": "link"}
+    rare = partial(ModelCheckpoint, f"{root}/rare", every_n_train_steps=3, **kept)
+    often = {**kept, "every_n_train_steps": 1}
+    plan = FitCase(f"{root}/often", checkpoint=often, callbacks=(rare,), epochs=2)
+    first = pools.run(2, partial(run, partial(fit, plan)))[0]
+    resumed = replace(plan, epochs=3, ckpt_path="last", seed=1)
+    second = pools.run(2, partial(run, partial(fit, resumed)))[0]
+    assert second["start"] == first["end"]
 
 
 def failed(plan: FitCase) -> str:
