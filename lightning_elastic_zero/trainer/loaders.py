@@ -8,7 +8,9 @@ users' samplers between ranks.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import lightning.pytorch as pl
@@ -238,6 +240,32 @@ def resumable_part_of(loader: object) -> ResumesAtSample | None:
     """Return the part of a loader that has a ``resume_at`` method; None if there is none."""
     parts = (getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset"))
     return next((part for part in (loader, *parts) if isinstance(part, ResumesAtSample)), None)
+
+
+class _InOwnGroup:
+    """The initialization of a loader's worker, after it has left the process group of its rank.
+
+    torchrun and others end a rank by a signal to its group. A rank that saves and ends in an
+    orderly way needs its workers until then: torch raises as soon as one is gone. They end with the
+    rank in any case, for which torch looks every few seconds.
+    """
+
+    def __init__(self, given: Callable[[int], object] | None) -> None:
+        self.given = given
+
+    def __call__(self, worker: int) -> None:
+        with suppress(OSError):
+            os.setpgid(0, 0)
+        if self.given is not None:
+            self.given(worker)
+
+
+def keep_workers_from_signals(loader: object) -> None:
+    """Keep a loader's workers from signals to the process group of this rank."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return
+    if not isinstance(loader.worker_init_fn, _InOwnGroup):
+        loader.worker_init_fn = _InOwnGroup(loader.worker_init_fn)
 
 
 def has_own_state(loader: object) -> bool:

@@ -55,7 +55,7 @@ from lightning_elastic_zero.trainer.lightning import (
     is_fitting,
     split_parent_options,
 )
-from lightning_elastic_zero.trainer.loaders import SampleOrderCheck
+from lightning_elastic_zero.trainer.loaders import SampleOrderCheck, keep_workers_from_signals
 from lightning_elastic_zero.trainer.node_file_system import NodeFileSystem
 from lightning_elastic_zero.trainer.resume import RunResumer
 from lightning_elastic_zero.trainer.tensor_parallel import (
@@ -308,6 +308,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
                 self._batches.resolve_for(dataloader, trainer)
             dataloader = self._resumer.loaders.process(dataloader, trainer)
         seed_workers(dataloader, trainer)
+        keep_workers_from_signals(dataloader)
         return dataloader
 
     @override

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -88,7 +89,7 @@ def test_last_is_the_newest_of_two_callbacks(pools: Pools, s3: S3) -> None:
     """One that saves rarely makes its link to an old checkpoint again at the end of an epoch."""
     bucket, environment = s3
     run, root = partial(with_environment, environment), f"{bucket}/{uuid4()}"
-    kept = {"save_top_k": -1, "filename": "{step}", "save_last": "link"}
+    kept: dict[str, Any] = {"save_top_k": -1, "filename": "{step}", "save_last": "link"}
     rare = partial(ModelCheckpoint, f"{root}/rare", every_n_train_steps=3, **kept)
     often = {**kept, "every_n_train_steps": 1}
     plan = FitCase(f"{root}/often", checkpoint=often, callbacks=(rare,), epochs=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -187,6 +188,36 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
         assert resumed.global_step == STEPS
         for at, loss in resumed.losses.items():
             assert loss == pytest.approx(expected.losses[at], rel=1e-4), at
+
+
+class SignalsGroup(Callback):
+    """Has another process send SIGTERM to the group of this rank after a step, as torchrun does."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            kill = ["kill", "-TERM", "--", f"-{os.getpgrp()}"]
+            subprocess.run(kill, check=True, start_new_session=True)
+            time.sleep(0.4)
+
+
+def fit_in_own_group(run: FitCase) -> Preempted:
+    """Fit in a process group of this rank and its workers, until the group gets a signal."""
+    group = os.getpgrp()
+    os.setpgid(0, 0)
+    try:
+        return fit_until_it_ends(run, SignalsGroup(), PreemptionCheckpoint())
+    finally:
+        os.setpgid(0, group)
+
+
+@pytest.mark.long
+def test_a_signal_to_the_group_leaves_workers_to_the_save(worlds: Pools, tmp_path: Path) -> None:
+    loader = {"num_workers": 1, "persistent_workers": True}
+    run = recorded(stage=1, root=str(tmp_path), checkpoint=SAVES, loader=loader)
+    ended = worlds.run(2, partial(fit_in_own_group, run))
+    assert [e.code for e in ended] == [EXIT_CODE, 0]
+    assert (tmp_path / NAME / "manifest.json").exists()
 
 
 def test_a_validation_is_finished_before_a_preempted_save(worlds: Pools, tmp_path: Path) -> None:
