@@ -114,7 +114,10 @@ def save_with_own_frozen_weights(setup: EngineCase, path: str) -> list[str]:
         return warned
 
 
-@pytest.mark.parametrize("zero", ["0", "2", "3"])
+@pytest.mark.parametrize(
+    "zero",
+    [pytest.param("0", marks=pytest.mark.long), "2", pytest.param("3", marks=pytest.mark.long)],
+)
 def test_frozen_weights_that_differ_are_named(zero: str, pools: Pools, tmp_path: Path) -> None:
     """In ZeRO-3, each rank has and writes its own part of them."""
     setup = EngineCase(3, zero, "bf16")

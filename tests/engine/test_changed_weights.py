@@ -183,7 +183,14 @@ def save_a_snapshot(setup: EngineCase, path: str, change: Callable[[Engine], Non
 
 
 @pytest.mark.parametrize("change", [None, clamp], ids=["none", "clamp"])
-@pytest.mark.parametrize("setup", [EngineCase(2, "2", "bf16"), EngineCase(2, "3", persistence=0)])
+@pytest.mark.parametrize(
+    "setup",
+    [
+        EngineCase(2, "2", "bf16"),
+        pytest.param(EngineCase(2, "3", persistence=0), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_a_snapshot_has_the_weights_of_its_time(
     setup: EngineCase, change: Callable[[Engine], None] | None, pools: Pools, tmp_path: Path
 ) -> None:

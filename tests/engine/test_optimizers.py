@@ -214,7 +214,7 @@ def test_a_state_without_a_rule_is_refused_by_name_at_save(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", WRAPPING])
+@pytest.mark.parametrize("optimizer", [pytest.param("AdamW", marks=pytest.mark.long), WRAPPING])
 def test_a_hook_runs_before_each_step_or_is_refused(optimizer: str, pools: Pools) -> None:
     setup = EngineCase(2, "0", optimizer=optimizer)
     for error, calls in pools.run(2, partial(count_hooks, setup)):
