@@ -173,10 +173,17 @@ class PreemptionCheckpoint(Callback):
         if sum(isinstance(callback, PreemptionCheckpoint) for callback in callbacks) > 1:
             msg = "PreemptionCheckpoint was passed twice. Remove one from the callbacks"
             raise ValueError(msg)
-        if not any(isinstance(c, ModelCheckpoint) for c in callbacks):
+        folders = [c.dirpath for c in callbacks if isinstance(c, ModelCheckpoint)]
+        if not folders:
             rank_zero_warn(
                 'PreemptionCheckpoint: ckpt_path="last" finds the folder by a ModelCheckpoint. '
                 "Without one, resume from the path in the message at the end of the run."
+            )
+        elif trainer.loggers and not any(folders):
+            rank_zero_warn(
+                "PreemptionCheckpoint: no ModelCheckpoint has a dirpath. The next start looks for "
+                'ckpt_path="last" in the folder of its logger, which most loggers number anew. '
+                "Pass ModelCheckpoint(dirpath=...), or fix the logger's version."
             )
         # A new list, because Lightning iterates over the old one now and keeps Checkpoints last.
         others = [callback for callback in callbacks if callback is not self]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,10 @@ import pytest
 from deepspeed import comm
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
+from lightning_elastic_zero import ElasticDeepSpeedStrategy
 from lightning_elastic_zero.trainer.preemption import EXIT_CODE, NAME, PreemptionCheckpoint
 from tests.support.fits import FitCase, fit
 from tests.support.ranks import Pools
@@ -252,3 +255,23 @@ def test_preemption_options_are_checked_by_the_constructor(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         PreemptionCheckpoint(**options)
+
+
+@pytest.mark.parametrize(("has_folder", "logs"), [(False, True), (True, True), (False, False)])
+def test_a_folder_with_a_new_number_in_each_start_causes_a_warning(
+    has_folder: bool, logs: bool, tmp_path: Path
+) -> None:
+    saves = callbacks.ModelCheckpoint(str(tmp_path / "run") if has_folder else None)
+    preemption = PreemptionCheckpoint()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ElasticDeepSpeedStrategy(),
+        logger=CSVLogger(tmp_path) if logs else False,
+        callbacks=[preemption, saves],
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        preemption.setup(trainer, pl.LightningModule(), "fit")
+    warned = any("no ModelCheckpoint has a dirpath" in str(each.message) for each in found)
+    assert warned == (logs and not has_folder)
