@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,18 @@ from lightning_elastic_zero.trainer.run_state import RunState
 from lightning_elastic_zero.trainer.tensor_parallel import grid_of
 
 
+@dataclass(frozen=True, slots=True)
+class _AtEnd:
+    """The state of the training loaders at the end of a fit, which Lightning then resets."""
+
+    records: tuple[LoaderRecord, ...]
+    generators: list[Any]
+    states: list[Any]
+    """Of stateful loaders."""
+    random_before_fetch: dict[str, Any] | None
+    """None if no batch was fetched ahead."""
+
+
 class RunRecorder:
     """Records during training the state that a save needs.
 
@@ -83,7 +95,7 @@ class RunRecorder:
         """Number of the batch that has taken the last optimizer step."""
         self._random_before_validation: dict[str, Any] | None = None
         self._validated_at = -1
-        self._at_end: tuple[tuple[LoaderRecord, ...], list[Any]] | None = None
+        self._at_end: _AtEnd | None = None
         self._latest_loaders: list[Any] | None = None
         self._loaders_before: list[Any] | None = None
         self._is_new_fit = False
@@ -165,7 +177,12 @@ class RunRecorder:
         if loaders := training_loaders(trainer):
             loops = trainer.fit_loop.state_dict()
             record = self.position(trainer, loops, grid_of(trainer))
-            self._at_end = record.loaders, [*map(generator_states, loaders)]
+            self._at_end = _AtEnd(
+                record.loaders,
+                [*map(generator_states, loaders)],
+                self.loader_states(trainer),
+                self._random_before_fetch_ahead(trainer),
+            )
 
     def position(
         self, trainer: pl.Trainer, loops: Mapping[str, Any], grid: RankGrid
@@ -178,9 +195,8 @@ class RunRecorder:
         # The position is the last step, also inside the next window.
         if self._validated_at >= _batches_done(trainer) - pending_micro_batches(trainer):
             position = replace(position, is_validated=True)
-        loaders = self._loader_records(trainer, position)
-        if not loaders and self._at_end is not None:
-            loaders = self._at_end[0]
+        ended = self._state_of_ended_fit(trainer)
+        loaders = self._loader_records(trainer, position) if ended is None else ended.records
         return DataPosition(position, trainer.global_step, settings, loaders)
 
     def settings(self, trainer: pl.Trainer, grid: RankGrid) -> RunSettings:
@@ -209,10 +225,10 @@ class RunRecorder:
         self, trainer: pl.Trainer, record: DataPosition, device: torch.device, path: str
     ) -> RunState:
         """Return this rank's state of this moment for a checkpoint at a path."""
-        loaders = training_loaders(trainer)
-        generators = [*map(generator_states, loaders)]
-        if not loaders and self._at_end is not None:
-            generators = self._at_end[1]
+        generators = [*map(generator_states, training_loaders(trainer))]
+        before_fetch = self._random_before_fetch_ahead(trainer)
+        if (ended := self._state_of_ended_fit(trainer)) is not None:
+            generators, before_fetch = ended.generators, ended.random_before_fetch
         # Only known values: computing more could communicate with ranks that do not save.
         metrics = known_callback_metrics(trainer)
         validating = is_fitting(trainer) and trainer.validating
@@ -233,7 +249,7 @@ class RunRecorder:
         hook = _hook_of(trainer, ending=ending, validated=validated)
         return RunState(
             results=results,
-            random_before_fetch=self.random_before_fetch if _has_fetched_ahead(trainer) else None,
+            random_before_fetch=before_fetch,
             validation_began=validating and not validated,
             validation_batches=validation_batches(trainer),
             random=self._random_before_validation or collect_rng_states(device),
@@ -251,11 +267,20 @@ class RunRecorder:
 
     def loader_states(self, trainer: pl.Trainer) -> list[Any]:
         """Return the states of stateful loaders at the last optimizer step."""
+        if (ended := self._state_of_ended_fit(trainer)) is not None:
+            return ended.states
         # An exception may have interrupted the fetch of the next batch.
         may_be_ahead = is_inside_window(trainer) or is_interrupted(trainer)
         if may_be_ahead and trainer.lightning_module.automatic_optimization:
             return self._loaders_at_step
         return self._loaders_now(trainer)
+
+    def _state_of_ended_fit(self, trainer: pl.Trainer) -> _AtEnd | None:
+        """Return the state of loaders at the end of the fit, if it is over."""
+        return self._at_end if data_fetcher(trainer) is None else None
+
+    def _random_before_fetch_ahead(self, trainer: pl.Trainer) -> dict[str, Any] | None:
+        return self.random_before_fetch if _has_fetched_ahead(trainer) else None
 
     def _record_loaders(self, trainer: pl.Trainer, *, is_first: bool) -> None:
         # If all have a length, no batch is fetched ahead.

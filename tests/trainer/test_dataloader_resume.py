@@ -201,6 +201,25 @@ def test_a_stateful_loader_that_has_restarted_ends_no_epoch(worlds: Pools, tmp_p
     assert_continued(worlds, 2, saving, reference, {"step 0.2": 2, "step 0.6": 6})
 
 
+def fit_then_save(run: FitCase, path: str) -> None:
+    """Save after a fit that has ended inside an epoch, when Lightning has reset the loaders."""
+    trainer, net, data, _ = run.make()
+    trainer.fit(net, **data)
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["stateful", pytest.param("seeks", marks=pytest.mark.long)])
+def test_a_save_after_a_fit_continues_at_its_end(kind: str, worlds: Pools, tmp_path: Path) -> None:
+    """Without a length, a batch was fetched ahead and not trained on."""
+    run = recorded(kind=kind, length=60, global_batch=None, batch_size=6, epochs=1, noise=0.1)
+    whole = record(worlds, 2, run)
+    path = str(tmp_path / "after.ckpt")
+    worlds.run(2, partial(fit_then_save, replace(run, max_steps=3), path))
+    resumed = record(worlds, 2, replace(run, ckpt_path=path, seed=5))
+    assert resumed.steps == from_step(whole.steps, 3)
+    assert resumed.losses == {at: loss for at, loss in whole.losses.items() if at >= 3}
+
+
 @pytest.mark.parametrize("last", [True, "link"])
 def test_a_refused_resume_replaces_no_checkpoint(last: Any, worlds: Pools, tmp_path: Path) -> None:
     """A save during the exception would contain the loaded step and unrestored data."""
