@@ -228,6 +228,13 @@ class RunCheckpoints:
         """
         if self._is_omitted(trainer, path):
             return
+        if self._resumer.is_resuming and "optimizer_states" in checkpoint:
+            msg = (
+                f"{os.fspath(path)} cannot be saved: this run has loaded a checkpoint, and not "
+                "begun to train, so data, metrics and random numbers are not restored yet. Save in "
+                "on_train_batch_start or later, or copy the checkpoint that was loaded"
+            )
+            raise UnsupportedError(msg)
         trained = self.last_fit.engine(live, path, self._get_ranks)
         engine = LiveEngine(trained, places_checked=True)
         weights_only = "optimizer_states" not in checkpoint or self.last_fit.trained is None
@@ -273,13 +280,6 @@ class RunCheckpoints:
             with self._manager.exit_ranks(path, interrupted=is_interrupted(trainer)) as ranks:
                 ranks.run_all(f"omit {path}", lambda: None)
             return True
-        if self._resumer.is_resuming and trainer.training:
-            msg = (
-                f"{os.fspath(path)} cannot be saved in on_train_start of a resumed run: data, "
-                "metrics and random numbers are restored after this hook. Save in "
-                "on_train_batch_start, or copy the checkpoint that was loaded"
-            )
-            raise UnsupportedError(msg)
         return False
 
     def _write(self, request: SaveRequest, trainer: pl.Trainer, *, blocking: bool) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from typing_extensions import override
 
 from tests.support.fits import FitCase, error_of, fit
+from tests.support.outcome import error_text
 from tests.support.ranks import Pools
 from tests.trainer._recorded_runs import (
     RunRecord,
@@ -204,7 +205,7 @@ def test_a_stateful_loader_that_has_restarted_ends_no_epoch(worlds: Pools, tmp_p
 def fit_then_save(run: FitCase, path: str) -> None:
     """Save after a fit that has ended inside an epoch, when Lightning has reset the loaders."""
     trainer, net, data, _ = run.make()
-    trainer.fit(net, **data)
+    trainer.fit(net, **data, ckpt_path=run.ckpt_path)
     trainer.save_checkpoint(path)
 
 
@@ -218,6 +219,21 @@ def test_a_save_after_a_fit_continues_at_its_end(kind: str, worlds: Pools, tmp_p
     resumed = record(worlds, 2, replace(run, ckpt_path=path, seed=5))
     assert resumed.steps == from_step(whole.steps, 3)
     assert resumed.losses == {at: loss for at, loss in whole.losses.items() if at >= 3}
+
+
+@pytest.mark.long
+def test_a_finished_run_that_is_started_again_saves_nothing(worlds: Pools, tmp_path: Path) -> None:
+    """Its data and random states are restored in on_train_start only."""
+    run, path = recorded(epochs=1), str(tmp_path / "after.ckpt")
+    worlds.run(2, partial(fit_then_save, run, path))
+    again = replace(run, ckpt_path=path)
+    for error in worlds.run(2, partial(error_of_save, again, str(tmp_path / "again.ckpt"))):
+        assert "this run has loaded a checkpoint, and not begun to train" in error
+    assert not (tmp_path / "again.ckpt").exists()
+
+
+def error_of_save(run: FitCase, path: str) -> str:
+    return error_text(lambda: fit_then_save(run, path))
 
 
 @pytest.mark.parametrize("last", [True, "link"])
@@ -260,7 +276,7 @@ def test_a_save_before_a_run_has_resumed_is_refused(worlds: Pools, tmp_path: Pat
     run = recorded(epochs=1, dropout=0.2, callbacks=(saves,))
     saving, whole = saved(run, worlds, tmp_path)
     resumed = saving.resumed(SAVE)
-    assert_refused(worlds, 2, resumed, "UnsupportedError", "in on_train_start of a resumed run")
+    assert_refused(worlds, 2, resumed, "UnsupportedError", "not begun to train")
     first = replace(resumed, ckpt_path=str(tmp_path / "start.ckpt"), callbacks=())
     assert record(worlds, 2, first).losses == whole.losses
 
