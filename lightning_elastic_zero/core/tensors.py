@@ -235,8 +235,9 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 def bit_sums(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return a sum over the bits of each tensor, computed on its device."""
-    sums = [_bits(tensor).sum(dtype=torch.int64).reshape(1) for tensor in tensors]
-    return tuple(torch.cat(sums).tolist()) if sums else ()
+    # All are started before the first is awaited; frozen weights may be on several devices.
+    sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors]
+    return tuple(int(each) for each in sums)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

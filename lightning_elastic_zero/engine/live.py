@@ -404,8 +404,8 @@ class LiveEngine:
         """
         module, scheduler = self._engine.module, self._engine.lr_scheduler
         trained_only = exclude_frozen and bool(self._wrapper)
-        names = {} if trained_only else self.frozen()
-        frozen = {name: weight_piece(p)[1] for name, p in names.items()}
+        kept = {} if trained_only else self.frozen()
+        frozen = {name: weight_piece(parameter)[1] for name, parameter in kept.items()}
         flats = tuple(
             FlatState(
                 fragments, buffer.values.detach(), *states, in_module=buffer.low is buffer.master

@@ -429,10 +429,10 @@ def _pattern(part: str, callback: ModelCheckpoint, metric: str) -> str:
 def saves_of(trainer: pl.Trainer, path: str, hook: str) -> dict[str, dict[str, Any]]:
     """Return each ``ModelCheckpoint``'s last saved step and folder, and whether a save is deferred.
 
-    Also the checkpoint that its last save has replaced and is about to delete. Its own state does
-    not contain the step. The callback that saves to ``path`` in ``hook`` now
-    updates it afterwards. A deferral lasts until a save in ``on_validation_end``: Lightning does
-    not end it if there are none, or if another save is due before.
+    Also the checkpoint that its last save replaces, which is deleted afterwards. Its own state does
+    not contain the step. The callback that saves to ``path`` in ``hook`` now updates it afterwards.
+    A deferral lasts until a save in ``on_validation_end``: Lightning does not end it if there are
+    none, or if another save is due before.
     """
     saves = {}
     for callback in trainer.checkpoint_callbacks:

@@ -194,7 +194,7 @@ def save_a_snapshot(setup: EngineCase, path: str, change: Callable[[Engine], Non
 def test_a_snapshot_has_the_weights_of_its_time(
     setup: EngineCase, change: Callable[[Engine], None] | None, pools: Pools, tmp_path: Path
 ) -> None:
-    """The writer compares weights with masters later than training goes on."""
+    """The writer compares weights with masters while training goes on."""
     path = tmp_path / "snapshot.ckpt"
     wanted = pools.run(2, partial(save_a_snapshot, setup, str(path), change))[0]
     kept = json.loads((path / "manifest.json").read_text())["rank_state"]
