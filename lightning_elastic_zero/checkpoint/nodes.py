@@ -34,8 +34,13 @@ from lightning_elastic_zero.engine.addresses import without_equal_weights
 from lightning_elastic_zero.engine.live import LiveEngine
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, as_save_error
-from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState, intact_commit
-from lightning_elastic_zero.storage.node_http import PART_BYTES, NodeServer, Peer
+from lightning_elastic_zero.storage.node_files import (
+    PART_BYTES,
+    NodeFiles,
+    NodeState,
+    intact_commit,
+)
+from lightning_elastic_zero.storage.node_http import NodeServer, Peer
 from lightning_elastic_zero.storage.node_names import (
     Agreement,
     DisagreementError,
@@ -442,7 +447,7 @@ class _Join:
                 for part in parts:
                     self._fetch_part(part, peer)
                 if parts[-1].key != name:
-                    self._files.verify(name, self._ranks.progress)
+                    self._files.check_arrived(name)
             except OSError as error:
                 why = f"{peer}: {error.strerror or error}"
                 self._files.delete([part.key for part in parts])
@@ -456,8 +461,10 @@ class _Join:
     def _fetch_part(self, part: _Part, source: Peer) -> None:
         for start in range(0, max(part.size_bytes, 1), PART_BYTES):
             stop = min(start + PART_BYTES, part.size_bytes)
-            data = source.read(part.key, start, stop) if stop else b""
-            self._files.write_part(part.key, data, start)
+            data = source.read(part.key, start, stop) if stop else memoryview(b"")
+            self._files.check_room(len(data))
+            with self._files.part(part.key, start) as append:
+                append(data)
             self._ranks.progress.check()
         self._files.end_parts(part.key, part.size_bytes)
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -36,11 +37,15 @@ from lightning_elastic_zero.core.manifest import (
     load_json,
 )
 from lightning_elastic_zero.core.memory import memory_pools
-from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.save_files import SAVE_ID
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.storage.disk_checkpoints import OWNER_PREFIX
-from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, SUM_BYTES, SUMS_SUFFIX
+from lightning_elastic_zero.storage.file_write import (
+    CHUNK_BYTES,
+    SUM_BYTES,
+    SUMS_SUFFIX,
+    write_back,
+)
 from lightning_elastic_zero.storage.node_names import (
     NameVersion,
     is_manifest,
@@ -55,7 +60,9 @@ LOCK = ".zero-lock"
 NEW_PREFIX = ".zero-new-"
 MARK_PREFIX = ".zero-node-"
 
-_READ_BYTES = 1 << 20
+PART_BYTES = 16 << 20
+"""Bytes of a file that one request moves, so that each is answered soon: whole chunks."""
+
 _RESERVE_BYTES = 1 << 20
 """Left for names."""
 
@@ -95,6 +102,7 @@ class NodeFiles:
     def __init__(self, root: Path) -> None:
         """Use a folder that ``make`` has made or that may be missing."""
         self.root = root
+        self._arrived: dict[str, bytearray] = {}  # The checksums of files that arrive in parts.
 
     def make(self) -> None:
         """Make the folder, or check that it is this user's alone.
@@ -229,23 +237,38 @@ class NodeFiles:
                 raise
             _sync(folder)
 
-    def begin_part(self, key: str, start: int) -> int:
-        """Open a file that arrives in parts, at an offset; return its descriptor."""
+    @contextmanager
+    def part(self, key: str, start: int) -> Iterator[Callable[[memoryview], None]]:
+        """Open a file that arrives in parts, before ``end_parts``; yield a function that appends.
+
+        ``start`` and, but for the last, the size of what it appends are multiples of
+        ``CHUNK_BYTES``. A part may arrive twice.
+        """
         path = self.path(key)
         with self._folder_of(path, make=True) as folder:
             new = f"{NEW_PREFIX}{path.name}"
-            if not start:
+            if start:
+                descriptor = os.open(new, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            else:
                 with suppress(FileNotFoundError):
                     os.unlink(new, dir_fd=folder)
-                return _create(new, folder)
-            return os.open(new, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+                descriptor = _create(new, folder)
+                self._arrived[key] = bytearray()
+        first, sums = start, self._arrived.setdefault(key, bytearray())
 
-    def write_part(self, key: str, data: bytes | memoryview, start: int) -> None:
-        """Write a part of a file, before ``end_parts``."""
-        self.check_room(len(data))
-        descriptor = self.begin_part(key, start)
+        def append(data: memoryview) -> None:
+            nonlocal start
+            sums_of_data = b"".join(map(xxhash.xxh3_64_digest, _split(data, CHUNK_BYTES)))
+            at = start // CHUNK_BYTES * SUM_BYTES
+            sums[at : at + len(sums_of_data)] = sums_of_data
+            while data.nbytes:
+                written = os.pwrite(descriptor, data, start)
+                start, data = start + written, data[written:]
+
         try:
-            os.pwrite(descriptor, data, start)
+            yield append
+            # So that the sync of the whole file does not outlast the client's patience.
+            write_back(descriptor, first, start, behind_bytes=PART_BYTES)
         finally:
             os.close(descriptor)
 
@@ -265,32 +288,25 @@ class NodeFiles:
             os.rename(new, path.name, src_dir_fd=folder, dst_dir_fd=folder)
             _sync(folder)
 
-    def verify(self, key: str, progress: Progress = NO_PROGRESS) -> None:
-        """Read a file back and compare it with the checksums next to it.
+    def check_arrived(self, key: str) -> None:
+        """Compare what has arrived of a file with the checksums next to it.
 
         Raises:
-            OSError: it is not what was written.
+            OSError: it is not what was sent.
         """
         sidecar: Any = load_json(self.read(key + SUMS_SUFFIX)[0])
-        sums, at = bytes.fromhex(sidecar["sums"]), 0
-        descriptor, status = self.open(key)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            while block := file.read(_READ_BYTES):
-                for low in range(0, len(block), CHUNK_BYTES):
-                    digest = xxhash.xxh3_64_digest(memoryview(block)[low : low + CHUNK_BYTES])
-                    if digest != sums[at : at + SUM_BYTES]:
-                        msg = f"chunk {at // SUM_BYTES} does not match its checksum"
-                        raise OSError(errno.EIO, msg, str(self.root / key))
-                    at += SUM_BYTES
-                progress.check()
-        if status.st_size != sidecar["size_bytes"] or at != len(sums):
-            msg = f"it has {status.st_size} bytes, expected {sidecar['size_bytes']}"
+        wanted, found = bytes.fromhex(sidecar["sums"]), self._arrived.pop(key, bytearray())
+        if found != wanted:
+            sums = (_split(memoryview(each), SUM_BYTES) for each in (found, wanted))
+            differ = (pair[0] != pair[1] for pair in itertools.zip_longest(*sums))
+            msg = f"chunk {list(differ).index(True)} does not match its checksum"
             raise OSError(errno.EIO, msg, str(self.root / key))
 
     def delete(self, keys: Collection[str]) -> None:
         """Delete objects, and folders that become empty; missing ones count as deleted."""
         for key in keys:
             path = self.path(key)
+            self._arrived.pop(key, None)
             # A failed write to this node leaves parts.
             for name in (path.name, f"{NEW_PREFIX}{path.name}"):
                 with suppress(FileNotFoundError), self._folder_of(path) as folder:
@@ -457,6 +473,10 @@ def intact_commit(data: bytes) -> dict[str, Any] | None:
 def _is_own_data(parts: Sequence[str]) -> bool:
     at = next((n for n, part in enumerate(parts) if SAVE_ID.fullmatch(part)), -1)
     return at > 0 and bool(WRITTEN.fullmatch("/".join(parts[at + 1 :])))
+
+
+def _split(data: memoryview, part_bytes: int) -> Iterator[memoryview]:
+    return (data[start : start + part_bytes] for start in range(0, data.nbytes, part_bytes))
 
 
 def _create(name: str, folder: int) -> int:

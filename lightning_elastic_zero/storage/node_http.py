@@ -5,7 +5,7 @@
     GET    /file/<key>    Range: bytes=<start>-<stop - 1>
     GET    /below/<key>   -> [[key, size in bytes, modified in ns], ...]
     PUT    /part/<key>    X-Start, and X-Size with the last part: it gives the file its name
-    PUT    /small/<key>   X-Digest. After checksums (``.sums``), their file is read back.
+    PUT    /small/<key>   X-Digest. Checksums (``.sums``) are compared with what has arrived.
     PUT    /name/<key>    X-Modified
     POST   /delete/       X-Modified. [key, ...]
     POST   /damage/<key>  a read has found that this node's file is damaged
@@ -29,7 +29,6 @@ import re
 import select
 import socket
 import threading
-import time
 import urllib.parse
 import weakref
 from collections import deque
@@ -37,8 +36,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from email.message import Message
 
-from lightning_elastic_zero.core.progress import Progress
-from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, write_back
+from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.node_files import NodeFile, NodeFiles, digest_of
 from lightning_elastic_zero.storage.node_names import is_name
 
@@ -47,9 +45,6 @@ TIMEOUT_S = 20.0
 
 IDLE_S = 120.0
 """After this time a server closes a connection without requests."""
-
-PART_BYTES = 16 << 20
-"""Bytes of a file that one request sends, so that each is answered soon."""
 
 MOST_SMALL_BYTES = 1 << 30
 """Largest object that is sent as a whole, such as a manifest."""
@@ -162,7 +157,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _serve(self, actions: Mapping[str, Callable[[str], None]]) -> None:
         # An error may leave a part of the request unread: no other one can follow it.
         self.connection.settimeout(TIMEOUT_S)
-        self._due_s = time.monotonic() + TIMEOUT_S / 4
         given = self.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(given, self.server.authorization):
             self._refuse(401, b"this is the server of another run")
@@ -233,19 +227,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         files, size_bytes = self.server.files, self._size_bytes
         start, whole = int(self.headers["X-Start"]), self.headers.get("X-Size")
         files.check_room(size_bytes)
-        descriptor, first = files.begin_part(key, start), start
-        try:
+        with files.part(key, start) as append:
             memory = memoryview(bytearray(_BUFFER_BYTES))
             while size_bytes:
                 count = self.rfile.readinto(memory[: min(size_bytes, len(memory))])
                 if not count:
                     raise ConnectionError
-                start += os.pwrite(descriptor, memory[:count], start)
+                append(memory[:count])
                 size_bytes -= count
-            # So that the sync of the whole file does not outlast the client's patience.
-            write_back(descriptor, first, start, behind_bytes=PART_BYTES)
-        finally:
-            os.close(descriptor)
         if whole is not None:
             files.end_parts(key, int(whole))
         self._answer(204)
@@ -256,15 +245,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if digest_of(files.read(key)[0]) != self.headers["X-Digest"]:
             raise OSError(errno.EIO, "it does not match its checksum")
         if key.endswith(SUMS_SUFFIX):
-            files.verify(key.removesuffix(SUMS_SUFFIX), Progress(self._show_life))
+            files.check_arrived(key.removesuffix(SUMS_SUFFIX))
         self._answer(204)
-
-    def _show_life(self) -> None:
-        """During a long request, send an interim response, which clients skip."""
-        if time.monotonic() >= self._due_s:
-            self._due_s = time.monotonic() + TIMEOUT_S / 4
-            self.send_response_only(http.HTTPStatus.CONTINUE)
-            self.end_headers()
 
     def _take_name(self, key: str) -> None:
         data = self._body()
@@ -350,7 +332,7 @@ class Peer:
         self._ask("PUT", "part", key, headers, part=(file, start, stop))
 
     def put_small(self, key: str, data: bytes) -> None:
-        """Write a small object. After checksums, their file is read back."""
+        """Write a small object. Checksums are compared with those of the parts that arrived."""
         self._ask("PUT", "small", key, {"X-Digest": digest_of(data)}, data)
 
     def put_name(self, key: str, data: bytes, modified_ns: int) -> None:

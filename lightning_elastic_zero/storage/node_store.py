@@ -23,9 +23,15 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.storage.file_write import DiskFile
-from lightning_elastic_zero.storage.node_files import STATE, NodeFile, NodeFiles, digest_of
-from lightning_elastic_zero.storage.node_http import PART_BYTES, NodeServer, Peer
+from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, DiskFile
+from lightning_elastic_zero.storage.node_files import (
+    PART_BYTES,
+    STATE,
+    NodeFile,
+    NodeFiles,
+    digest_of,
+)
+from lightning_elastic_zero.storage.node_http import NodeServer, Peer
 from lightning_elastic_zero.storage.node_names import is_name, later_ns
 from lightning_elastic_zero.storage.store import Store, StoredObject, Version, Writer
 
@@ -359,6 +365,8 @@ class _NodeWriter:
     def _send(self, *, is_last: bool = False) -> None:
         self._await_sent()
         start, stop = self._sent_bytes, self._size_bytes
+        if not is_last:
+            stop -= stop % CHUNK_BYTES
 
         def send(peer: Peer) -> None:
             peer.put_part(self._name, self._reading, start, stop, is_last=is_last)

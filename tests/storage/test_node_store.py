@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 
 from lightning_elastic_zero.core.manifest import FORMAT
-from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
+from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import CheckpointCorruptedError, SaveError, UnsupportedError
 from lightning_elastic_zero.storage import file_read, node_http
 from lightning_elastic_zero.storage.file_read import VerifiedFile
-from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX, ChecksummedWriter
+from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, SUMS_SUFFIX, ChecksummedWriter
 from lightning_elastic_zero.storage.node_files import LOCK, NodeFiles
 from lightning_elastic_zero.storage.node_http import Peer
 from lightning_elastic_zero.storage.paths import NODES, StorePath
@@ -91,6 +91,17 @@ class TestCopies:
             peer.put_part(name, file.fileno(), 0, entry.size_bytes, is_last=True)
             with pytest.raises(OSError, match="node asked: chunk 0 does not match its checksum"):
                 peer.put_small(name + SUMS_SUFFIX, sums)
+
+    def test_a_part_may_arrive_twice(self, nodes: list[Node]) -> None:
+        entry = write_file(nodes[0], DATA)
+        sums = nodes[0].path(FILE + SUMS_SUFFIX).read_bytes()
+        name, half = FILE.removeprefix(f"{KEY}/"), len(DATA) // 2 // CHUNK_BYTES * CHUNK_BYTES
+        with nodes[2].peer() as peer, nodes[0].path(FILE).open("rb") as file:
+            for start, stop in ((0, half), (half, len(DATA))):
+                peer.put_part(name, file.fileno(), start, stop, is_last=False)
+            peer.put_part(name, file.fileno(), half, entry.size_bytes, is_last=True)
+            peer.put_small(name + SUMS_SUFFIX, sums)
+        assert nodes[2].path(FILE).read_bytes() == DATA
 
     def test_an_empty_file_is_copied(self, nodes: list[Node]) -> None:
         entry = write_file(nodes[0], b"")
@@ -535,18 +546,6 @@ def test_a_silent_node_is_asked_once(nodes: list[Node], monkeypatch: pytest.Monk
         with nodes[1].files.locked(), pytest.raises(OSError, match="does not answer"):
             peer.put_name("step-1/manifest.json", _commit(1), 1)
         assert len(peer._idle) == 9
-
-
-def test_a_long_verification_is_awaited(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    def verify(_: object, __: str, progress: Progress = NO_PROGRESS) -> None:
-        for _ in range(20):
-            time.sleep(0.1)
-            progress.check()
-
-    monkeypatch.setattr(node_http, "TIMEOUT_S", 1.0)
-    monkeypatch.setattr(NodeFiles, "verify", verify)
-    write_file(nodes[0], DATA)
-    assert holders(nodes, FILE + SUMS_SUFFIX) == [0, 1]
 
 
 def test_a_list_of_one_checkpoint_forgets_no_other(nodes: list[Node]) -> None:
