@@ -255,12 +255,13 @@ class ModelFile:
                 found[name] = cut
         return found
 
-    def load_shared(self, loss_scaler: Mapping[str, Plain]) -> SharedState:
-        """Return buffers, and the state that Lightning or the user saved."""
+    def load_shared(self, loss_scaler: Mapping[str, Plain], *, trainer: bool = True) -> SharedState:
+        """Return buffers, and with ``trainer`` the state that Lightning or the user saved."""
         tree = self._files.tree(self.name)
+        others = {k: value for k, value in tree.items() if k not in ENGINE_KEYS}
         entries = {
             "buffers": {name: tree["module"][name] for name in self.buffers},
-            "client_state": {k: value for k, value in tree.items() if k not in ENGINE_KEYS},
+            "client_state": others if trainer else {},
             # Only of a scheduler that the engine steps.
             "lr_scheduler": tree.get("lr_scheduler") or None,
             "extra_states": {n: s for n, s in _module_of(tree).items() if is_extra_state(n)},
@@ -435,6 +436,9 @@ class TagReader(CheckpointReader):
         if not isinstance(tensor, torch.Tensor) or not tensor.numel():
             return None
         return file, StoredRun(tensor, transfer.start, transfer.stop)
+
+    def engine_state(self) -> SharedState:
+        return self._first.load_shared(self._loss_scaler(), trainer=False)
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
         same = self._partitioned and world_size == self._first.world_size

@@ -238,6 +238,9 @@ class DumpsReader(CheckpointReader):
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
         del rank, world_size  # the same for all ranks
+        return self.engine_state()
+
+    def engine_state(self) -> SharedState:
         buffers = {name: self._tensor(name) for name in self.table.module_buffers}
         return SharedState(
             buffers=self.files.load(self._model, buffers),

@@ -223,18 +223,26 @@ class ElasticReader(CheckpointReader):
     def _model_file(self) -> TorchFile:
         return self.files.get(self._model_name(0))
 
-    def module_state(self, rank: int, world_size: int) -> SharedState:
+    def engine_state(self) -> SharedState:
         file = self._model_file()
         ours = file.tree[OURS]
-        module = dict(self.module_buffers())
-        client = file.load_tree(ours["client_state"])
         scheduler = file.tree["lr_scheduler"]
-        loss_scaler, lr_scheduler = ours["loss_scaler"], scheduler and file.load_tree(scheduler)
+        return SharedState(
+            buffers=dict(self.module_buffers()),
+            client_state={},
+            loss_scaler=ours["loss_scaler"],
+            lr_scheduler=scheduler and file.load_tree(scheduler),
+            extra_states=file.load_tree(ours["client_state"].get(EXTRA_STATES, {})),
+        )
+
+    def module_state(self, rank: int, world_size: int) -> SharedState:
+        file = self._model_file()
+        client = file.load_tree(file.tree[OURS]["client_state"])
         if self.manifest.client_objects:
             client = join_objects(client, self._objects())
         extra = client.pop(EXTRA_STATES, {})
         client.pop(OPTIMIZER_STATE, None)
-        shared = SharedState(module, client, loss_scaler, lr_scheduler, extra_states=extra)
+        shared = replace(self.engine_state(), client_state=client, extra_states=extra)
         return (
             self.with_own_state(shared, rank) if world_size == self.manifest.world_size else shared
         )

@@ -666,9 +666,12 @@ class FullStateReader(CheckpointReader):
 
     def module_state(self, rank: int, world_size: int) -> SharedState:
         del rank, world_size
+        return replace(self.engine_state(), client_state=self.load_client_state())
+
+    def engine_state(self) -> SharedState:
         return SharedState(
             buffers=self.module_buffers(),
-            client_state=self.load_client_state(),
+            client_state={},
             loss_scaler={},
             lr_scheduler=None,
             extra_states=self._tensors.load_tree(self._extra_states),

@@ -110,6 +110,13 @@ class SharedState:
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     """The declared state of this rank; empty on another number of ranks."""
 
+    @property
+    def scales_losses(self) -> bool:
+        """Whether losses were scaled; else the fields of the scaler have no effect."""
+        learned = ("dynamic", "dynamic_loss_scale", "grad_scaler")
+        scaler = self.loss_scaler
+        return any(map(scaler.get, learned)) or scaler.get("cur_scale", 1.0) != 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class SourceInfo:
@@ -508,6 +515,13 @@ class CheckpointReader(ABC):
         return None
 
     @abstractmethod
+    def engine_state(self) -> SharedState:
+        """Return the shared state without that of the trainer, which can have Python objects.
+
+        Extra states lack such objects too.
+        """
+
+    @abstractmethod
     def module_state(self, rank: int, world_size: int) -> SharedState:
         """Return the shared state, with this rank's own values if the world size is unchanged."""
 
@@ -517,7 +531,7 @@ class CheckpointReader(ABC):
 
     def module_buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the persistent module buffers, without reading the rest of the shared state."""
-        return self.module_state(0, 1).buffers
+        return self.engine_state().buffers
 
     def trainer_entry(self, name: str) -> object:
         """Return a top-level entry of the trainer's state if small files store it, else None."""
@@ -560,16 +574,18 @@ def scalars_by_buffer(
     """Return the scalar states of each live flat buffer.
 
     ``wanted`` are this rank's fragments: states that may differ between ranks are those of the
-    first saved rank that held any of them. Parameters without saved ones take those of their
-    parameter group, so that the result does not depend on which parameters share a buffer.
+    first saved rank that held any of them. Parameters without saved ones or without elements take
+    those of their parameter group, so that the result does not depend on which parameters share a
+    buffer.
     ``groups`` are the saved ones in live groups.
     """
     layout, found = source.layout(), []
+    stored = {parameter.name for parameter in source.manifest.optimized if parameter.numel}
     starts: dict[str, tuple[int, int]] = {}
     for first in resharding.sources(wanted):
         starts.setdefault(first.at.name, (first.at.start, first.shard))
     for buffer in live.buffers:
-        members = groups[buffer.group].names
+        members = [name for name in groups[buffer.group].names if name in stored]
         known = set(members)
         shared = [name for name in buffer.names if name in known] or members
         may_differ = {key.name for key in groups[buffer.group].state if key.may_differ}

@@ -93,8 +93,13 @@ class RenamedReader(CheckpointReader):
     def scalars(self, at: Fragment) -> Mapping[str, Scalar]:
         return self._source.scalars(replace(at, name=self._saved_name(at.name)))
 
+    def engine_state(self) -> SharedState:
+        return self._renamed_state(self._source.engine_state())
+
     def module_state(self, rank: int, world_size: int) -> SharedState:
-        state = self._source.module_state(rank, world_size)
+        return self._renamed_state(self._source.module_state(rank, world_size))
+
+    def _renamed_state(self, state: SharedState) -> SharedState:
         client = dict(state.client_state)
         if isinstance(weights := client.get(WEIGHTS), dict):
             client[WEIGHTS] = self._renamed(weights)

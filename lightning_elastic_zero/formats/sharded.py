@@ -141,6 +141,9 @@ class ShardedReader(CheckpointReader):
     def optimizer_state(self) -> Mapping[Any, Any] | None:
         return self._shards[0].optimizer_state()
 
+    def engine_state(self) -> SharedState:
+        return self._shards[0].engine_state()
+
     def module_state(self, rank: int, world_size: int) -> SharedState:
         shared = self._shards[0].module_state(0, 0)
         if world_size != self.manifest.world_size * len(self._shards):

@@ -8,7 +8,7 @@ chunks of one tensor are in memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, ByteCount, Progres
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.formats.copies import drifted_copies
+from lightning_elastic_zero.formats.reader import CheckpointReader
 from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers
 from lightning_elastic_zero.storage.exports import staged_export
 from lightning_elastic_zero.storage.paths import check_local_path, real_path
@@ -122,9 +123,9 @@ def convert_checkpoint(
             TARGETS[to](checkpoint, export.path, options, written)
             export.drop_sums()
             export.publish(FILE_NAME if to in _SINGLE_FILES else "")
-        info = checkpoint.reader.info
-        lost = _lost(to, checkpoint, drifted)
-        return Conversion(str(target), info.kind, written.total(), info.lacks, lost)
+        kind = checkpoint.reader.info.kind
+        lost, lacks = _lost(to, checkpoint, options, drifted), _lacks(checkpoint.reader)
+        return Conversion(str(target), kind, written.total(), lacks, tuple(lost))
 
 
 def _check_options(to: str, options: ConvertOptions) -> None:
@@ -158,23 +159,37 @@ def _exports_optimizer(to: str, checkpoint: OpenCheckpoint, options: ConvertOpti
     return bool(options.optimizer)
 
 
-def _lost(to: str, checkpoint: OpenCheckpoint, drifted: Sequence[str]) -> tuple[str, ...]:
-    """Return the state that a target for resuming cannot hold."""
-    lost: tuple[str, ...] = ()
-    if checkpoint.reader.weights_differ and not checkpoint.module_weights:
-        lost = ("weights that user code had changed in place (the masters are written)",)
+def _lacks(reader: CheckpointReader) -> tuple[str, ...]:
+    """Return the parts of a run's state that the source does not contain."""
+    excluded = reader.manifest.excluded
+    left_out = (f"weights that the save left out ({format_names(excluded)})",) if excluded else ()
+    return (*left_out, *reader.info.lacks)
+
+
+def _lost(
+    to: str, checkpoint: OpenCheckpoint, options: ConvertOptions, drifted: Sequence[str]
+) -> Iterator[str]:
+    """Yield the parts of the source's state that the target cannot hold."""
+    reader, manifest = checkpoint.reader, checkpoint.manifest
+    if reader.weights_differ and not checkpoint.module_weights:
+        yield "weights that user code had changed in place (the masters are written)"
     if drifted:
         names = format_names(drifted)
-        lost += (f"copies of {names} that differ between tensor ranks (rank 0's are written)",)
-    if to not in ("universal", "dcp"):
-        return lost
-    manifest = checkpoint.manifest
-    lost += tuple(f"optimizer state {key!r}" for key in checkpoint.reader.optimizer_state() or ())
+        yield f"copies of {names} that differ between tensor ranks (rank 0's are written)"
+    shared = reader.engine_state()
+    if shared.extra_states and to != "lightning":
+        yield f"extra states of modules ({format_names(shared.extra_states)})"
+    if not _exports_optimizer(to, checkpoint, options):
+        return
     if to == "universal":
         # DeepSpeed treats any other file next to fp32.pt as a tensor of the parameter's shape.
-        scalars = {key.name for group in manifest.groups for key in group.scalars}
-        return (*sorted(scalars - {STEP}), *lost)
-    if manifest.progress.global_steps:
+        yield from sorted({k.name for group in manifest.groups for k in group.scalars} - {STEP})
+    if to != "lightning":
+        yield from (f"optimizer state {key!r}" for key in reader.optimizer_state() or ())
+    if shared.scales_losses:
+        yield "the loss scale"
+    if shared.lr_scheduler and to != "universal":
+        yield "the state of the engine's learning rate scheduler"
+    if to in ("dcp", "safetensors") and manifest.progress.global_steps:
         step = f"a resume begins at step 0, not {manifest.progress.global_steps}"
-        lost += (f"the trainer's state and counters ({step})",)
-    return lost
+        yield f"the trainer's state and counters ({step})"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import Scalar, canonical_repr, dtype_name, in_order
+from lightning_elastic_zero.formats.client_state import digest_of
 from lightning_elastic_zero.formats.reader import WEIGHT
 from lightning_elastic_zero.tools.view import OpenCheckpoint, TensorEntry, open_view
 
@@ -51,7 +53,8 @@ class CheckpointDifferences:
     tensors: tuple[TensorDifference, ...]
     """Tensors that differ."""
     values: tuple[tuple[str, str, str], ...]
-    """Differing hyperparameters, scalar states and counters: name and both values."""
+    """Differing hyperparameters, scalar states, counters, loss scales, states of the engine's
+    scheduler and extra states of modules: name and both values."""
     compared: int
     """Number of tensors in both checkpoints."""
 
@@ -74,8 +77,9 @@ def diff_checkpoints(
     """Compare two checkpoints of any kinds and device counts.
 
     NaN equals NaN, and -0.0 equals 0.0. Values that one of the two kinds does not record are not
-    compared. With a tolerance, elements of tensors differ by more than ``atol + rtol * larger``,
-    where ``larger`` is the larger magnitude of both, and dtypes are not compared.
+    compared, nor is the state of the trainer, callbacks, data and random generators. With a
+    tolerance, elements of tensors differ by more than ``atol + rtol * larger``, where ``larger`` is
+    the larger magnitude of both, and dtypes are not compared.
 
     Args:
         first: Directory, file or URL of a checkpoint.
@@ -189,6 +193,7 @@ def _values(
     one: OpenCheckpoint, other: OpenCheckpoint, *, weights_only: bool
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the differences other than tensors."""
+    yield from _engine_values(one, other, weights_only=weights_only)
     counters = _counters(one), _counters(other)
     both_know = counters[0].keys() & counters[1].keys()
     yield from _differing(*({k: c[k] for k in c if k in both_know} for c in counters))
@@ -198,11 +203,58 @@ def _values(
         yield from _differing(_hyperparameters(one.manifest), _hyperparameters(other.manifest))
     both = [p.name for p in one.manifest.optimized if p.name in other.parameters]
     if one.manifest.optimized and other.manifest.optimized:
-        scalars = (
-            {f"{name}: {key}": _shown(v) for name in both for key, v in side.scalars(name).items()}
-            for side in (one, other)
-        )
-        yield from _differing(*scalars)
+        yield from _differing(_scalars(one, both), _scalars(other, both))
+
+
+def _scalars(checkpoint: OpenCheckpoint, names: Iterable[str]) -> dict[str, str]:
+    """Return the scalar states of parameters; of one that differs between ranks, all values."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        for scalars in checkpoint.scalars_of_ranks(name):
+            for key, value in scalars.items():
+                found.setdefault(f"{name}: {key}", []).append(_shown(value))
+    return {title: ", ".join(dict.fromkeys(values)) for title, values in found.items()}
+
+
+def _engine_values(
+    one: OpenCheckpoint, other: OpenCheckpoint, *, weights_only: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the differences of state that does not belong to parameters."""
+    same_kind = one.reader.info.kind == other.reader.info.kind
+    parts = (_engine_parts(side, weights_only=weights_only) for side in (one, other))
+    for mine, its in zip(*parts, strict=True):
+        if same_kind or (mine and its):
+            yield from _differing(mine, its)
+
+
+def _engine_parts(checkpoint: OpenCheckpoint, *, weights_only: bool) -> list[dict[str, str]]:
+    """Return the parts of this state; empty are those that a kind of checkpoint may not record."""
+    shared, progress = checkpoint.reader.engine_state(), checkpoint.manifest.progress
+    counters = {"samples": progress.global_samples, "skipped steps": progress.skipped_steps}
+    parts: dict[str, Any] = {"extra state": shared.extra_states}
+    if not weights_only:
+        parts |= {
+            "loss scale": shared.loss_scaler if shared.scales_losses else {},
+            "scheduler": shared.lr_scheduler or {},
+            "optimizer state": checkpoint.reader.optimizer_state() or {},
+            "counters": counters if progress.global_samples else {},
+        }
+    return [dict(_leaves(value, title)) for title, value in parts.items()]
+
+
+def _leaves(value: object, title: str) -> Iterator[tuple[str, str]]:
+    """Yield the texts of all values in a tree, with their places."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _leaves(each, f"{title}: {key}")
+    elif isinstance(value, (list, tuple)):
+        yield from _leaves(dict(enumerate(value)), title)
+    elif isinstance(value, torch.Tensor) and value.numel() != 1:
+        yield title, f"{dtype_name(value.dtype)} {tuple(value.shape)} {digest_of(value)}"
+    elif isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool):
+        yield title, _shown(value)
+    else:
+        yield title, repr(value)
 
 
 def _counters(checkpoint: OpenCheckpoint) -> dict[str, str]:

@@ -133,9 +133,11 @@ def _universal_model(checkpoint: OpenCheckpoint, builder: TorchFileWriter) -> di
     # Copies, so that each storage has the buffer's own size.
     buffers = {name: tensor.clone() for name, tensor in checkpoint.buffers.items()}
     names = [group.names for group in manifest.groups]
+    shared = checkpoint.reader.module_state(0, manifest.world_size)
     return {
-        **checkpoint.reader.module_state(0, manifest.world_size).client_state,
+        **shared.client_state,
         **model_entries(manifest, names, {**empty, **frozen}, frozen, buffers),
+        "lr_scheduler": shared.lr_scheduler,
         "data_sampler": None,
         "random_ltd": None,
         "sparse_tensor_module_names": [],

@@ -23,7 +23,7 @@ from lightning_elastic_zero.core.layout import (
     TransferPlan,
     spans,
 )
-from lightning_elastic_zero.core.manifest import Manifest, Parameter
+from lightning_elastic_zero.core.manifest import SCALARS, Manifest, Parameter
 from lightning_elastic_zero.core.names import KeyMapping
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import Scalar, host_chunk
@@ -153,6 +153,14 @@ class OpenCheckpoint:
         if at.buffer not in self._scalars:
             self._scalars[at.buffer] = self.reader.scalars(at)
         return self._scalars[at.buffer]
+
+    def scalars_of_ranks(self, name: str) -> Iterator[Mapping[str, Scalar]]:
+        """Yield a parameter's scalar states on each rank that has elements of it."""
+        if SCALARS not in self.manifest.rank_state:
+            yield self.scalars(name)
+            return
+        for at in self._layout.covering(name, 0, self.parameters[name].numel):
+            yield self.reader.scalars(at)
 
     def step(self, name: str) -> Scalar:
         """Return a parameter's step count; some optimizers keep it in the parameter group.

@@ -70,6 +70,17 @@ def test_a_new_parameter_takes_the_steps_of_its_group(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "new", (3.0, 5.0), sub_groups("ab", ["c", "new"])) == [3.0, 5.0]
 
 
+def test_a_parameter_without_elements_takes_the_steps_of_its_group(tmp_path: Path) -> None:
+    state = make_state({"empty": (0, 3), "a": (5, 3)})
+    state = replace(state, groups=(("empty", "a"),), rates=(1e-3,))
+    live = (FlatBuffer(0, ("empty",), (0,)), FlatBuffer(0, ("empty", "a"), (0, 15)))
+    write_elastic(tmp_path, state, 3, 2)
+    here = replace(manifest_of(state, 3, 2), buffers=live)
+    with closing(open_checkpoint(tmp_path)) as source:
+        found = scalars_by_buffer(source, here, source.manifest.groups)
+    assert [scalars["step"] for scalars in found] == [3.0, 3.0]
+
+
 def test_states_of_fresh_parameters_are_not_read(tmp_path: Path) -> None:
     state = make_state(SHAPES)
     write_elastic(tmp_path, state, 1, 2)

@@ -57,6 +57,10 @@ class WholeState:
     """Different steps for each flat buffer."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """Other scalar states, equal in all flat buffers."""
+    own: tuple[dict[str, Any], ...] = ()
+    """Values of these that each rank has instead."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Fields of ``RankState``, such as ``loss_scaler``."""
     groups: tuple[tuple[str, ...], ...] = ()
     rates: tuple[float, ...] = (1e-3, 5e-4)
     client: dict[str, Any] = field(default_factory=dict)
@@ -157,7 +161,9 @@ def rank_state(state: WholeState, manifest: Manifest, rank: int) -> RankState:
                 for key in STATES
             }
         )
-        scalars = {} if manifest.weights_only else {"step": _step_value(step), **state.scalars}
+        own = state.own[rank] if state.own else {}
+        scalars = {"step": _step_value(step), **state.scalars, **own}
+        scalars = {} if manifest.weights_only else scalars
         flats.append(FlatState(tuple(mine), _cut(mine, state.masters, numel), states, scalars))
     # With more ranks than elements, some ranks have an empty piece.
     pieces = {name: t.new_empty(0) for name, t in state.frozen.items()}
@@ -165,7 +171,8 @@ def rank_state(state: WholeState, manifest: Manifest, rank: int) -> RankState:
         f.name: state.frozen[f.name].view(-1)[f.start : f.stop]
         for f in manifest.frozen_layout().on_rank(rank if manifest.stage == 3 else 0)
     }
-    return RankState(tuple(flats), pieces, state.buffers, {}, {})
+    engine = {"loss_scaler": {}, **state.engine}
+    return RankState(tuple(flats), pieces, state.buffers, {}, **engine)
 
 
 def write_elastic(

@@ -30,7 +30,7 @@ from lightning_elastic_zero.errors import (
     SaveError,
     UnsupportedError,
 )
-from lightning_elastic_zero.formats.reader import OPTIMIZER_STATE
+from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
 from lightning_elastic_zero.tools.conversion import TARGETS, convert_checkpoint
 from lightning_elastic_zero.tools.differences import diff_checkpoints
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
@@ -250,6 +250,34 @@ def test_patterns_rename(tmp_path: Path, run: Run, refused: Refused) -> None:
             "convert", source, tmp_path / "c", "--to", "fp32", "--rename", *wrong
         )
     assert names_in(tmp_path) == ["a.ckpt", "b.ckpt"]
+
+
+HELD_BY = {
+    "weights that the save left out (left.weight)": set(),
+    "extra states of modules (a._extra_state)": {"lightning"},
+    "optimizer state 'global'": {"fp32", "lightning"},
+    "the loss scale": {"fp32"},
+    "the state of the engine's learning rate scheduler": {"fp32", "universal"},
+    "the trainer's state and counters (a resume begins at step 0, not 3)": {
+        *("fp32", "lightning", "universal"),
+    },
+}
+"""The targets for which each part of the state does not count as lost."""
+
+
+@pytest.mark.parametrize("to", ["fp32", "safetensors", "lightning", "universal", "dcp"])
+def test_lost_state_is_reported(to: str, tmp_path: Path) -> None:
+    state = make_state()
+    scheduler = {"last_epoch": 3}
+    state.engine = {"loss_scaler": {"cur_scale": 256.0}, "lr_scheduler": scheduler}
+    state.client |= {OPTIMIZER_STATE: {"global": {"k": 1}}, EXTRA_STATES: {"a._extra_state": 5}}
+    source = write_elastic(tmp_path / "a.ckpt", state, excluded=("left.weight",))
+    options = ConvertOptions(optimizer=None if to == "fp32" else True)
+    found = convert_checkpoint(source, tmp_path / "b", to, options)
+    assert [*found.lacks, *found.lost] == [part for part, of in HELD_BY.items() if to not in of]
+    if to == "universal":
+        model = torch.load(next((tmp_path / "b").rglob("mp_rank*")), weights_only=False)
+        assert model["lr_scheduler"] == scheduler
 
 
 def test_lost_scalar_states_are_reported(tmp_path: Path, run: Run) -> None:

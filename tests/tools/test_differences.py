@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_elastic_zero import cli
+from lightning_elastic_zero.core.manifest import SCALARS
+from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
 from lightning_elastic_zero.tools.differences import compare_values, diff_checkpoints
 from tests.support.foreign_checkpoints import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
@@ -57,6 +61,58 @@ def test_each_kind_of_difference_is_reported(tmp_path: Path) -> None:
     values = {what: (a, b) for what, a, b in found.values}
     assert values["head.weight: step"] == ("3.0", "4.0")
     assert values["group 1 (layers.1.bias): lr"] == ("0.0005", "0.0001")
+
+
+SCALER = {"class": "DynamicLossScaler", "dynamic": True, "cur_scale": 256.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "differing"),
+    [
+        (
+            {"engine": {"loss_scaler": {**SCALER, "cur_scale": 128.0}}},
+            ("loss scale: cur_scale", "256.0", "128.0"),
+        ),
+        (
+            {"engine": {"lr_scheduler": {"last_epoch": 3, "rates": [0.5, 0.1]}}},
+            ("scheduler: rates: 1", "0.25", "0.1"),
+        ),
+        (
+            {"client": {OPTIMIZER_STATE: {"global": {"k": torch.tensor(2)}}}},
+            ("optimizer state: global: k", "1.0", "2.0"),
+        ),
+        (
+            {"client": {EXTRA_STATES: {"a._extra_state": {"scale": 0.25}}}},
+            ("extra state: a._extra_state: scale", "0.5", "0.25"),
+        ),
+        ({"own": ({"d": 0.5}, {"d": 0.125})}, ("scale: d", "0.5, 0.25", "0.5, 0.125")),
+    ],
+    ids=["loss scale", "scheduler", "optimizer", "extra state", "state of a rank"],
+)
+def test_state_that_belongs_to_no_parameter_is_compared(
+    change: dict[str, Any], differing: tuple[str, str, str], tmp_path: Path
+) -> None:
+    state = replace(make_state({"scale": (8,)}), scalars={"d": 0.5})
+    state.own = {"d": 0.5}, {"d": 0.25}
+    state.engine = {
+        "loss_scaler": SCALER,
+        "lr_scheduler": {"last_epoch": 3, "rates": [0.5, 0.25]},
+    }
+    state.client |= {
+        OPTIMIZER_STATE: {"global": {"k": torch.tensor(1)}},
+        EXTRA_STATES: {"a._extra_state": {"scale": 0.5}},
+    }
+    one = write_elastic(tmp_path / "one", state, rank_state=(SCALARS,))
+    same = write_elastic(tmp_path / "same", state, rank_state=(SCALARS,))
+    for field, changes in change.items():
+        found = getattr(state, field)
+        setattr(state, field, found | changes if isinstance(found, dict) else changes)
+    other = write_elastic(tmp_path / "other", state, rank_state=(SCALARS,))
+    assert diff_checkpoints(one, same).is_same
+    found = diff_checkpoints(one, other)
+    assert (found.values, found.tensors) == ((differing,), ())
+    is_of_weights = differing[0].startswith("extra state")
+    assert diff_checkpoints(one, other, weights_only=True).is_same is not is_of_weights
 
 
 def test_exit_codes_of_the_command(tmp_path: Path, run: Run) -> None:
