@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.fingerprint import fingerprint_checkpoint
@@ -221,6 +223,8 @@ def _save_engine(folder: str, setup: EngineCase) -> Any:
 
     with engine_of(setup, 0) as engine:
         train(engine, setup, 0, 3)
+        engine.lr_scheduler = StepLR(engine.optimizer.optimizer, 5)
+        engine.lr_scheduler.last_epoch = 7
         save_checkpoint(engine, Path(folder, "a.ckpt"), {"epoch": 3})
         wanted = dump(engine, setup)
     convert_checkpoint(Path(folder, "a.ckpt"), Path(folder, "universal"), "universal")
@@ -238,9 +242,14 @@ def _with_deepspeed(folder: str, zero: str) -> None:
     optimizer = make_optimizer("AdamW", group_members(model, setup.grouping), 3.0)
     config = {**setup.config(), "checkpoint": {"load_universal": True}}
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, dist_init_required=False
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=partial(StepLR, step_size=5),
+        config=config,
+        dist_init_required=False,
     )
     _, client = engine.load_checkpoint(str(Path(folder, "universal")))
+    assert engine.lr_scheduler.last_epoch == 7
     assert client["epoch"] == 3
     assert engine.global_steps == 3
     found = dump(engine, setup)
