@@ -48,6 +48,7 @@ from lightning_elastic_zero.storage.node_names import (
     NodeRecord,
     agree,
     copy_targets,
+    holders_of_pairs,
     is_manifest,
     is_name,
     newest_ns,
@@ -410,10 +411,12 @@ class _Join:
             sizes: dict[str, int] = {}
             for key, size_bytes in (row for of_node in held for row in of_node.items()):
                 sizes[key] = max(size_bytes, sizes.get(key, 0))
-            holders = {
-                key: [n for n, of_node in enumerate(held) if of_node.get(key) == size_bytes]
-                for key, size_bytes in sizes.items()
-            }
+            holders = holders_of_pairs(
+                {
+                    key: [n for n, of_node in enumerate(held) if of_node.get(key) == size_bytes]
+                    for key, size_bytes in sizes.items()
+                }
+            )
             planned = planned_copies(holders, place.boots, joined.copies)
             return {
                 str(node): [[key, sizes[key], holders[key]] for key in sorted(keys)]
@@ -442,17 +445,19 @@ class _Join:
         for source in parts[0].holders:
             if not all(source in part.holders for part in parts):
                 continue
-            peer = self._peers[source]
+            peer, arrived = self._peers[source], False
             try:
                 for part in parts:
                     self._fetch_part(part, peer)
-                if parts[-1].key != name:
+                arrived = True
+                if len(parts) > 1:
                     self._files.check_arrived(name)
             except OSError as error:
                 why = f"{peer}: {error.strerror or error}"
                 self._files.delete([part.key for part in parts])
                 with suppress(OSError):
-                    peer.note_damage(name)
+                    if arrived:  # Not if this disk is full, or the peer did not answer.
+                        peer.note_damage(name)
             else:
                 return True
         log.warning("%s has one copy less: %s", name, why)

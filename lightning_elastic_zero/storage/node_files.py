@@ -294,13 +294,21 @@ class NodeFiles:
         Raises:
             OSError: it is not what was sent.
         """
-        sidecar: Any = load_json(self.read(key + SUMS_SUFFIX)[0])
-        wanted, found = bytes.fromhex(sidecar["sums"]), self._arrived.pop(key, bytearray())
+        wanted, found = self._sums(key), self._arrived.get(key, bytearray())
         if found != wanted:
             sums = (_split(memoryview(each), SUM_BYTES) for each in (found, wanted))
             differ = (pair[0] != pair[1] for pair in itertools.zip_longest(*sums))
             msg = f"chunk {list(differ).index(True)} does not match its checksum"
             raise OSError(errno.EIO, msg, str(self.root / key))
+
+    def _sums(self, key: str) -> bytes:
+        """Return the checksums next to a file."""
+        try:
+            sidecar: Any = load_json(self.read(key + SUMS_SUFFIX)[0])
+            return bytes.fromhex(sidecar["sums"])
+        except (LookupError, TypeError, ValueError) as error:
+            msg = f"its checksums cannot be read ({error!r})"
+            raise OSError(errno.EIO, msg, str(self.root / key)) from error
 
     def delete(self, keys: Collection[str]) -> None:
         """Delete objects, and folders that become empty; missing ones count as deleted."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from lightning_elastic_zero.core.manifest import MANIFEST_NAME
 from lightning_elastic_zero.core.save_files import SAVE_ID
+from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -185,6 +186,19 @@ def copy_targets(boots: Sequence[str], node: int, copies: int) -> tuple[int, ...
         (near if boots[each] in used else far).append(each)
         used.add(boots[each])
     return tuple((far + near)[: copies - 1])
+
+
+def holders_of_pairs(holders: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """Return the nodes that have a file and its checksums, for both; or each, if none has both.
+
+    A join that was aborted can leave a file without its checksums.
+    """
+    found = {key: list(nodes) for key, nodes in holders.items()}
+    for key, nodes in holders.items():
+        sums = key + SUMS_SUFFIX
+        if both := [node for node in nodes if node in holders.get(sums, ())]:
+            found[key] = found[sums] = both
+    return found
 
 
 def planned_copies(

@@ -19,6 +19,7 @@ from lightning_elastic_zero.checkpoint import nodes as nodes_module
 from lightning_elastic_zero.cli import NO, UNVERIFIED, main
 from lightning_elastic_zero.coordination.ranks import connect_ranks
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
+from lightning_elastic_zero.storage.file_write import SUMS_SUFFIX
 from lightning_elastic_zero.storage.node_files import NodeFiles, NodeState
 from lightning_elastic_zero.storage.node_names import Agreement, NodeRecord, agree
 from lightning_elastic_zero.tools.inspection import inspect_checkpoint
@@ -241,6 +242,47 @@ def test_a_copy_that_a_read_has_found_to_be_damaged_is_replaced(runs: Runs) -> N
     runs.run(0, 1, steps=0)
     assert [path.read_bytes() for path in found] == [intact[path] for path in found]
     assert "do not match their checksum" not in runs.errors[0]
+
+
+def damaged_on(runs: Runs, node: int) -> list[str]:
+    found: list[str] = json.loads(runs.nodes.path(node, ".zero-node.json").read_text())["damaged"]
+    return found
+
+
+def test_a_file_without_its_checksums_is_copied_again_with_them(runs: Runs) -> None:
+    """As an aborted join leaves it; it may be damaged."""
+    runs.run(0, 1, steps=1)
+    copies = {p: p.read_bytes() for p in runs.nodes.path(1).rglob("*_states.pt*")}
+    for path, data in copies.items():
+        if path.name.endswith(SUMS_SUFFIX):
+            path.unlink()
+        else:
+            path.write_bytes(data[:-9] + b"different")
+    runs.run(0, 1, steps=0)
+    assert {path: path.read_bytes() for path in copies} == copies
+    assert damaged_on(runs, 0) == damaged_on(runs, 1) == []
+
+
+def test_a_node_without_room_for_copies_gets_them_later(runs: Runs) -> None:
+    """Its neighbour's files are not damaged."""
+    runs.run(0, 1, steps=1)
+    runs.nodes.lose(1)
+    runs.run(0, 1, steps=0, room_bytes={1: (1 << 20) + 9})
+    assert "has one copy less" in runs.errors[1]
+    assert damaged_on(runs, 0) == []
+    assert not list(runs.nodes.path(1).rglob("*_states.pt"))
+    runs.run(0, 1, steps=0)
+    names = [{p.name for p in runs.nodes.path(n).rglob("*_states.pt*")} for n in (0, 1)]
+    assert names[0] == names[1] != set()
+
+
+def test_checksums_that_cannot_be_read_do_not_end_a_join(runs: Runs) -> None:
+    runs.run(0, 1, steps=1)
+    for path in runs.nodes.path(0).rglob(f"*_states.pt{SUMS_SUFFIX}"):
+        path.write_bytes(b"\xff" + path.read_bytes()[1:])
+    runs.nodes.lose(1)
+    runs.run(0, 1, steps=0, fails=True)
+    assert "has one copy less: node disk-0: its checksums cannot be read" in runs.errors[1]
 
 
 @pytest.mark.long

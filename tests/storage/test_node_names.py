@@ -17,6 +17,7 @@ from lightning_elastic_zero.storage.node_names import (
     NodeRecord,
     agree,
     copy_targets,
+    holders_of_pairs,
     is_manifest,
     is_name,
     later_ns,
@@ -207,6 +208,10 @@ class TestData:
     def test_files_of_saves_without_a_name_are_found(self) -> None:
         keys = [f"x/{SAVE}/latest", f"x/{OTHER}/latest", "x/manifest.json"]
         assert list(unnamed(keys, {SAVE})) == [f"x/{OTHER}/latest"]
+
+    def test_a_file_and_its_checksums_count_where_both_are(self) -> None:
+        found = holders_of_pairs({"a": [0, 1, 2], "a.sums": [1, 2, 3], "b": [0], "b.sums": [1]})
+        assert found == {"a": [1, 2], "a.sums": [1, 2], "b": [0], "b.sums": [1]}
 
     def test_copies_are_on_the_next_nodes(self) -> None:
         boots = ["a", "b", "c"]
