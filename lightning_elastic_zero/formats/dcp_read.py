@@ -47,6 +47,7 @@ from lightning_elastic_zero.formats.full_state import (
 from lightning_elastic_zero.formats.reader import (
     FRESH_OPTIMIZER_HINT,
     MEMBERS,
+    SharedState,
     SourceInfo,
     file_list_digest,
 )
@@ -703,13 +704,31 @@ class DcpReader(FullStateReader):
         name = str(leaf.path[-1])
         return any(weights.get(name) is leaf.tensor for weights in self._chosen)
 
-    def load_client_state(self) -> dict[str, Any]:
-        """Return the trainer's state, with objects and scalars outside model and optimizer."""
-        rest = [
+    def engine_state(self) -> SharedState:
+        state, depth = super().engine_state(), len(self._model)
+        objects = [leaf for leaf in self._not_weights() if leaf.tensor is None]
+        inside = [leaf for leaf in objects if depth and leaf.path[:depth] == self._model]
+        outside = [leaf for leaf in self._not_weights() if leaf not in inside]
+        return replace(
+            state,
+            client_state={
+                **dict.fromkeys(str(leaf.path[0]) for leaf in outside),
+                **state.client_state,
+            },
+            extra_states={str(leaf.path[depth]): None for leaf in inside},
+        )
+
+    def _not_weights(self) -> list[Leaf]:
+        """Return objects and scalars outside optimizers, except scalar weights."""
+        return [
             leaf
             for leaf in self._rest
             if leaf.tensor is None or (not leaf.tensor.ndim and not self._is_weight(leaf))
         ]
+
+    def load_client_state(self) -> dict[str, Any]:
+        """Return the trainer's state, with objects and scalars outside model and optimizer."""
+        rest = self._not_weights()
         inside = [leaf for leaf in rest if self._model and leaf.path[:-1] == self._model]
         if strange := [leaf.key for leaf in inside if leaf.tensor is None]:
             msg = (

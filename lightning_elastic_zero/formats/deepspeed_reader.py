@@ -256,12 +256,12 @@ class ModelFile:
         return found
 
     def load_shared(self, loss_scaler: Mapping[str, Plain], *, trainer: bool = True) -> SharedState:
-        """Return buffers, and with ``trainer`` the state that Lightning or the user saved."""
+        """Return buffers and the state of Lightning or the user; of it only keys if not wanted."""
         tree = self._files.tree(self.name)
         others = {k: value for k, value in tree.items() if k not in ENGINE_KEYS}
         entries = {
             "buffers": {name: tree["module"][name] for name in self.buffers},
-            "client_state": others if trainer else {},
+            "client_state": others if trainer else dict.fromkeys(others),
             # Only of a scheduler that the engine steps.
             "lr_scheduler": tree.get("lr_scheduler") or None,
             "extra_states": {n: s for n, s in _module_of(tree).items() if is_extra_state(n)},

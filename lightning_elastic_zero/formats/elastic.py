@@ -226,13 +226,19 @@ class ElasticReader(CheckpointReader):
     def engine_state(self) -> SharedState:
         file = self._model_file()
         ours = file.tree[OURS]
-        scheduler = file.tree["lr_scheduler"]
+        scheduler, client = file.tree["lr_scheduler"], ours["client_state"]
+        objects = [f"{path}." for path in self.manifest.client_objects]
         return SharedState(
             buffers=dict(self.module_buffers()),
-            client_state={},
+            client_state=dict.fromkeys(client.keys() - {EXTRA_STATES, OPTIMIZER_STATE}),
             loss_scaler=ours["loss_scaler"],
             lr_scheduler=scheduler and file.load_tree(scheduler),
-            extra_states=file.load_tree(ours["client_state"].get(EXTRA_STATES, {})),
+            extra_states={
+                name: None
+                if any(path.startswith(f"{EXTRA_STATES}.{name}.") for path in objects)
+                else file.load_tree(state)
+                for name, state in client.get(EXTRA_STATES, {}).items()
+            },
         )
 
     def module_state(self, rank: int, world_size: int) -> SharedState:

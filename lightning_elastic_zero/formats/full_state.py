@@ -671,7 +671,7 @@ class FullStateReader(CheckpointReader):
     def engine_state(self) -> SharedState:
         return SharedState(
             buffers=self.module_buffers(),
-            client_state={},
+            client_state=dict.fromkeys(self._full_state.trainer),
             loss_scaler={},
             lr_scheduler=None,
             extra_states=self._tensors.load_tree(self._extra_states),

@@ -516,9 +516,9 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def engine_state(self) -> SharedState:
-        """Return the shared state without that of the trainer, which can have Python objects.
+        """Return the shared state without Python objects, which only ``allow_pickle`` builds.
 
-        Extra states lack such objects too.
+        ``client_state`` has only its keys. An extra state with objects is None.
         """
 
     @abstractmethod

@@ -21,7 +21,7 @@ from lightning_elastic_zero.core.progress import NO_PROGRESS, ByteCount, Progres
 from lightning_elastic_zero.core.text import format_names
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
 from lightning_elastic_zero.formats.copies import drifted_copies
-from lightning_elastic_zero.formats.reader import CheckpointReader
+from lightning_elastic_zero.formats.reader import CheckpointReader, SharedState
 from lightning_elastic_zero.storage.disk_checkpoints import remove_leftovers
 from lightning_elastic_zero.storage.exports import staged_export
 from lightning_elastic_zero.storage.paths import check_local_path, real_path
@@ -119,13 +119,16 @@ def convert_checkpoint(
         with suppress(OSError):  # Leftovers that cannot be listed or removed stay.
             remove_leftovers(path.parent)
         drifted = drifted_copies(checkpoint.reader)
+        shared = checkpoint.reader.engine_state()  # Before anything is written: it may be damaged.
         with staged_export(path) as export:
             TARGETS[to](checkpoint, export.path, options, written)
             export.drop_sums()
             export.publish(FILE_NAME if to in _SINGLE_FILES else "")
         kind = checkpoint.reader.info.kind
-        lost, lacks = _lost(to, checkpoint, options, drifted), _lacks(checkpoint.reader)
-        return Conversion(str(target), kind, written.total(), lacks, tuple(lost))
+        lost = (*_lost_weights(to, checkpoint, shared, drifted),)
+        if _exports_optimizer(to, checkpoint, options):
+            lost += (*_lost_state(to, checkpoint, shared),)
+        return Conversion(str(target), kind, written.total(), _lacks(checkpoint.reader), lost)
 
 
 def _check_options(to: str, options: ConvertOptions) -> None:
@@ -166,30 +169,40 @@ def _lacks(reader: CheckpointReader) -> tuple[str, ...]:
     return (*left_out, *reader.info.lacks)
 
 
-def _lost(
-    to: str, checkpoint: OpenCheckpoint, options: ConvertOptions, drifted: Sequence[str]
+def _lost_weights(
+    to: str, checkpoint: OpenCheckpoint, shared: SharedState, drifted: Sequence[str]
 ) -> Iterator[str]:
-    """Yield the parts of the source's state that the target cannot hold."""
-    reader, manifest = checkpoint.reader, checkpoint.manifest
-    if reader.weights_differ and not checkpoint.module_weights:
+    """Yield the parts of the module's state that the target cannot hold."""
+    if checkpoint.reader.weights_differ and not checkpoint.module_weights:
         yield "weights that user code had changed in place (the masters are written)"
     if drifted:
         names = format_names(drifted)
         yield f"copies of {names} that differ between tensor ranks (rank 0's are written)"
-    shared = reader.engine_state()
     if shared.extra_states and to != "lightning":
         yield f"extra states of modules ({format_names(shared.extra_states)})"
-    if not _exports_optimizer(to, checkpoint, options):
-        return
+
+
+def _lost_state(to: str, checkpoint: OpenCheckpoint, shared: SharedState) -> Iterator[str]:
+    """Yield the parts of the rest of a run's state that the target cannot hold."""
+    reader, manifest = checkpoint.reader, checkpoint.manifest
     if to == "universal":
         # DeepSpeed treats any other file next to fp32.pt as a tensor of the parameter's shape.
-        yield from sorted({k.name for group in manifest.groups for k in group.scalars} - {STEP})
+        yield from sorted({key.name for group in manifest.groups for key in group.scalars} - {STEP})
+    else:
+        differing = (
+            key
+            for parameter in manifest.optimized
+            for key, texts in checkpoint.scalar_texts(parameter.name).items()
+            if len(texts) > 1
+        )
+        yield from (f"values of {key!r} that differ between ranks" for key in sorted({*differing}))
     if to != "lightning":
         yield from (f"optimizer state {key!r}" for key in reader.optimizer_state() or ())
     if shared.scales_losses:
         yield "the loss scale"
     if shared.lr_scheduler and to != "universal":
         yield "the state of the engine's learning rate scheduler"
-    if to in ("dcp", "safetensors") and manifest.progress.global_steps:
-        step = f"a resume begins at step 0, not {manifest.progress.global_steps}"
-        yield f"the trainer's state and counters ({step})"
+    steps = manifest.progress.global_steps
+    if to in ("dcp", "safetensors") and (shared.client_state or steps):
+        step = f" (a resume begins at step 0, not {steps})" if steps else ""
+        yield f"the trainer's state and counters{step}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,10 +14,16 @@ import torch
 
 from lightning_elastic_zero.core.manifest import Manifest
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
-from lightning_elastic_zero.core.tensors import Scalar, canonical_repr, dtype_name, in_order
+from lightning_elastic_zero.core.tensors import canonical_repr, dtype_name, in_order
 from lightning_elastic_zero.formats.client_state import digest_of
 from lightning_elastic_zero.formats.reader import WEIGHT
-from lightning_elastic_zero.tools.view import OpenCheckpoint, TensorEntry, open_view
+from lightning_elastic_zero.tools.view import (
+    OpenCheckpoint,
+    TensorEntry,
+    holds_whole_tensors,
+    number_text,
+    open_view,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,39 +214,53 @@ def _values(
 
 
 def _scalars(checkpoint: OpenCheckpoint, names: Iterable[str]) -> dict[str, str]:
-    """Return the scalar states of parameters; of one that differs between ranks, all values."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        for scalars in checkpoint.scalars_of_ranks(name):
-            for key, value in scalars.items():
-                found.setdefault(f"{name}: {key}", []).append(_shown(value))
-    return {title: ", ".join(dict.fromkeys(values)) for title, values in found.items()}
+    return {
+        f"{name}: {key}": ", ".join(texts)
+        for name in names
+        for key, texts in checkpoint.scalar_texts(name).items()
+    }
 
 
 def _engine_values(
     one: OpenCheckpoint, other: OpenCheckpoint, *, weights_only: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the differences of state that does not belong to parameters."""
+    """Yield the differences of state that does not belong to parameters.
+
+    Files of weights may have nothing of it, so a part that one of two such files has is no
+    difference. Python objects are not compared.
+    """
     same_kind = one.reader.info.kind == other.reader.info.kind
-    parts = (_engine_parts(side, weights_only=weights_only) for side in (one, other))
-    for mine, its in zip(*parts, strict=True):
-        if same_kind or (mine and its):
-            yield from _differing(mine, its)
+    record_all = same_kind and not holds_whole_tensors(one.manifest)
+    mine, its = (_engine_parts(side, weights_only=weights_only) for side in (one, other))
+    for title in dict.fromkeys((*mine, *its)):
+        if record_all or (title in mine and title in its):
+            parts = mine.get(title, {}), its.get(title, {})
+            with suppress(_ObjectError):
+                yield from _differing(*(dict(_leaves(part, title)) for part in parts))
 
 
-def _engine_parts(checkpoint: OpenCheckpoint, *, weights_only: bool) -> list[dict[str, str]]:
-    """Return the parts of this state; empty are those that a kind of checkpoint may not record."""
+def _engine_parts(checkpoint: OpenCheckpoint, *, weights_only: bool) -> dict[str, Any]:
+    """Return the parts of this state by title, except empty ones."""
     shared, progress = checkpoint.reader.engine_state(), checkpoint.manifest.progress
-    counters = {"samples": progress.global_samples, "skipped steps": progress.skipped_steps}
-    parts: dict[str, Any] = {"extra state": shared.extra_states}
+    parts = {
+        f"extra state: {name}": state
+        for name, state in shared.extra_states.items()
+        if state is not None  # It has Python objects.
+    }
     if not weights_only:
-        parts |= {
+        counters = {"samples": progress.global_samples, "skipped steps": progress.skipped_steps}
+        more: dict[str, Any] = {
             "loss scale": shared.loss_scaler if shared.scales_losses else {},
-            "scheduler": shared.lr_scheduler or {},
-            "optimizer state": checkpoint.reader.optimizer_state() or {},
+            "scheduler": shared.lr_scheduler,
+            "optimizer state": checkpoint.reader.optimizer_state(),
             "counters": counters if progress.global_samples else {},
         }
-    return [dict(_leaves(value, title)) for title, value in parts.items()]
+        parts |= {title: part for title, part in more.items() if part}
+    return parts
+
+
+class _ObjectError(Exception):
+    """A value is a Python object."""
 
 
 def _leaves(value: object, title: str) -> Iterator[tuple[str, str]]:
@@ -250,11 +271,16 @@ def _leaves(value: object, title: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, (list, tuple)):
         yield from _leaves(dict(enumerate(value)), title)
     elif isinstance(value, torch.Tensor) and value.numel() != 1:
-        yield title, f"{dtype_name(value.dtype)} {tuple(value.shape)} {digest_of(value)}"
+        values = value.detach()
+        if values.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            values = values + 0.0  # -0.0 equals 0.0.
+        yield title, f"{dtype_name(value.dtype)} {tuple(value.shape)} {digest_of(values)}"
     elif isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool):
-        yield title, _shown(value)
-    else:
+        yield title, number_text(value)
+    elif value is None or isinstance(value, (bool, str, bytes, complex, torch.dtype)):
         yield title, repr(value)
+    else:
+        raise _ObjectError
 
 
 def _counters(checkpoint: OpenCheckpoint) -> dict[str, str]:
@@ -272,11 +298,6 @@ def _hyperparameters(manifest: Manifest) -> dict[str, str]:
         for index, group in enumerate(manifest.groups)
         for name, v in group.hyperparameters.items()
     }
-
-
-def _shown(value: Scalar) -> str:
-    number = value.item() if isinstance(value, torch.Tensor) else value
-    return str(float(number)) if isinstance(number, int) else str(number)
 
 
 def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:

@@ -44,6 +44,9 @@ OPEN_FILES = 64
 
 MAX_THREADS = 16
 
+_EXACT_IN_FLOAT = 1 << 53
+"""A double has all integers up to this one."""
+
 Role: TypeAlias = Literal["trained", "frozen", "buffer"]
 """Role of a tensor in the model; ``"frozen"`` if the file does not distinguish buffers."""
 
@@ -154,13 +157,19 @@ class OpenCheckpoint:
             self._scalars[at.buffer] = self.reader.scalars(at)
         return self._scalars[at.buffer]
 
-    def scalars_of_ranks(self, name: str) -> Iterator[Mapping[str, Scalar]]:
-        """Yield a parameter's scalar states on each rank that has elements of it."""
-        if SCALARS not in self.manifest.rank_state:
-            yield self.scalars(name)
-            return
-        for at in self._layout.covering(name, 0, self.parameters[name].numel):
-            yield self.reader.scalars(at)
+    def scalar_texts(self, name: str) -> dict[str, list[str]]:
+        """Return a parameter's scalar states: all values of those that differ between ranks."""
+        of_ranks = [self.scalars(name)]
+        if SCALARS in self.manifest.rank_state:
+            numel = self.parameters[name].numel
+            shards = range(self.manifest.tensor_parallel.size)
+            places = (self._layout.covering(name, 0, numel, shard) for shard in shards)
+            of_ranks += map(self.reader.scalars, itertools.chain.from_iterable(places))
+        texts: dict[str, dict[str, None]] = {}
+        for scalars in of_ranks:
+            for key, value in scalars.items():
+                texts.setdefault(key, {})[number_text(value)] = None
+        return {key: list(values) for key, values in texts.items()}
 
     def step(self, name: str) -> Scalar:
         """Return a parameter's step count; some optimizers keep it in the parameter group.
@@ -330,6 +339,14 @@ class OpenCheckpoint:
             if entry.role != "buffer" and entry.numel:
                 for transfer in self._transfers(entry, 0, entry.numel):
                     self._stored_dtype(entry.key, transfer)
+
+
+def number_text(value: Scalar) -> str:
+    """Return a number's text, which is equal for equal numbers of all types."""
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    if isinstance(number, int) and abs(number) > _EXACT_IN_FLOAT:
+        return str(number)
+    return str(number + 0.0) if isinstance(number, (int, float)) else str(number)
 
 
 def holds_whole_tensors(manifest: Manifest) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from lightning_elastic_zero.cli import _TARGETS as CLI_TARGETS
+from lightning_elastic_zero.core import manifest
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.core.tensors import plain
 from lightning_elastic_zero.errors import (
@@ -41,7 +42,7 @@ from lightning_elastic_zero.tools.verification import verify_checkpoint
 from lightning_elastic_zero.tools.view import open_view
 from tests.support.bits import bitwise_repr
 from tests.support.foreign_checkpoints import unpack
-from tests.support.plain_checkpoints import WholeState, make_state, write_elastic
+from tests.support.plain_checkpoints import WholeState, make_state, write_dcp, write_elastic
 from tests.support.ranks import Pools
 from tests.support.small_checkpoints import names_in
 from tests.tools import _other_software
@@ -256,6 +257,8 @@ HELD_BY = {
     "weights that the save left out (left.weight)": set(),
     "extra states of modules (a._extra_state)": {"lightning"},
     "optimizer state 'global'": {"fp32", "lightning"},
+    "values of 'd' that differ between ranks": {"fp32", "universal"},
+    "d": {"fp32", "safetensors", "lightning", "dcp"},
     "the loss scale": {"fp32"},
     "the state of the engine's learning rate scheduler": {"fp32", "universal"},
     "the trainer's state and counters (a resume begins at step 0, not 3)": {
@@ -271,13 +274,30 @@ def test_lost_state_is_reported(to: str, tmp_path: Path) -> None:
     scheduler = {"last_epoch": 3}
     state.engine = {"loss_scaler": {"cur_scale": 256.0}, "lr_scheduler": scheduler}
     state.client |= {OPTIMIZER_STATE: {"global": {"k": 1}}, EXTRA_STATES: {"a._extra_state": 5}}
-    source = write_elastic(tmp_path / "a.ckpt", state, excluded=("left.weight",))
+    state.scalars, state.own = {"d": 0.5}, ({"d": 0.5}, {"d": 0.25})
+    kinds = (manifest.SCALARS,)
+    source = write_elastic(tmp_path / "a.ckpt", state, excluded=("left.weight",), rank_state=kinds)
     options = ConvertOptions(optimizer=None if to == "fp32" else True)
     found = convert_checkpoint(source, tmp_path / "b", to, options)
-    assert [*found.lacks, *found.lost] == [part for part, of in HELD_BY.items() if to not in of]
+    assert {*found.lacks, *found.lost} == {part for part, of in HELD_BY.items() if to not in of}
     if to == "universal":
         model = torch.load(next((tmp_path / "b").rglob("mp_rank*")), weights_only=False)
         assert model["lr_scheduler"] == scheduler
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_lost_state_of_a_sharded_directory_is_reported(to: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = trained(model)
+    tree = {
+        "model": {**model.state_dict(), "_extra_state": {"k": 5}},
+        "optimizer": optimizer.state_dict(),
+        "step": 7,
+    }
+    write_dcp(tmp_path / "a", tree)
+    found = convert_checkpoint(tmp_path / "a", tmp_path / "b", to, ConvertOptions(optimizer=True))
+    extra, trainer = "extra states of modules (_extra_state)", "the trainer's state and counters"
+    assert found.lost == (extra, trainer)
 
 
 def test_lost_scalar_states_are_reported(tmp_path: Path, run: Run) -> None:

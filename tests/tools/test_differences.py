@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,10 @@ import torch
 from lightning_elastic_zero import cli
 from lightning_elastic_zero.core.manifest import SCALARS
 from lightning_elastic_zero.formats.reader import EXTRA_STATES, OPTIMIZER_STATE
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.differences import compare_values, diff_checkpoints
+from lightning_elastic_zero.tools.selection import ConvertOptions
+from lightning_elastic_zero.tools.view import number_text
 from tests.support.foreign_checkpoints import unpack
 from tests.support.plain_checkpoints import make_state, write_elastic
 
@@ -85,9 +89,13 @@ SCALER = {"class": "DynamicLossScaler", "dynamic": True, "cur_scale": 256.0}
             {"client": {EXTRA_STATES: {"a._extra_state": {"scale": 0.25}}}},
             ("extra state: a._extra_state: scale", "0.5", "0.25"),
         ),
+        (
+            {"engine": {"lr_scheduler": {"last_epoch": 3, "rates": [0.5, 0.25], "seed": 2**63}}},
+            ("scheduler: seed", "absent", "9223372036854775808"),
+        ),
         ({"own": ({"d": 0.5}, {"d": 0.125})}, ("scale: d", "0.5, 0.25", "0.5, 0.125")),
     ],
-    ids=["loss scale", "scheduler", "optimizer", "extra state", "state of a rank"],
+    ids=["loss scale", "scheduler", "optimizer", "extra state", "number", "state of a rank"],
 )
 def test_state_that_belongs_to_no_parameter_is_compared(
     change: dict[str, Any], differing: tuple[str, str, str], tmp_path: Path
@@ -113,6 +121,38 @@ def test_state_that_belongs_to_no_parameter_is_compared(
     assert (found.values, found.tensors) == ((differing,), ())
     is_of_weights = differing[0].startswith("extra state")
     assert diff_checkpoints(one, other, weights_only=True).is_same is not is_of_weights
+
+
+def test_numbers_are_equal_only_if_all_digits_are() -> None:
+    assert number_text(2**63) != number_text(2**63 + 1)
+    assert number_text(torch.tensor(3)) == number_text(3.0) == number_text(3)
+    assert number_text(-0.0) == number_text(torch.tensor(0.0))
+    assert number_text(10**400) == str(10**400)
+
+
+def test_objects_and_what_a_kind_cannot_record_are_no_difference(tmp_path: Path) -> None:
+    state = make_state()
+    state.client[EXTRA_STATES] = {
+        "a._extra_state": {"seen": Counter("ab")},
+        "b._extra_state": torch.tensor([0.0, 1.0]),
+    }
+    source = write_elastic(tmp_path / "a", state)
+    for to in ("lightning", "fp32"):
+        convert_checkpoint(source, tmp_path / to, to, ConvertOptions(allow_pickle=True))
+    whole = tmp_path / "lightning"
+    tree = torch.load(whole, weights_only=False)
+    weights = tree["state_dict"]
+    weights["b._extra_state"] = torch.nn.Parameter(-weights["b._extra_state"])
+    weights["b._extra_state"].data[1] = 1.0
+    torch.save(tree, tmp_path / "minus zero")
+    for other in (whole, tmp_path / "fp32", tmp_path / "minus zero"):
+        for first in (source, whole):
+            found = diff_checkpoints(first, other, weights_only=True, allow_pickle=True)
+            assert found.values == (), (first, other)
+    weights["b._extra_state"].data[1] = 2.0
+    torch.save(tree, tmp_path / "other")
+    found = diff_checkpoints(whole, tmp_path / "other", allow_pickle=True)
+    assert [what for what, *_ in found.values] == ["extra state: b._extra_state"]
 
 
 def test_exit_codes_of_the_command(tmp_path: Path, run: Run) -> None:
