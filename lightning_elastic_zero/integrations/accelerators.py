@@ -109,8 +109,16 @@ def bind_accelerator(accelerator: Any, options: LoopOptions) -> None:
     """Bind ``load_state``, ``save_state``, and all present and future engines.
 
     Raises:
-        UnsupportedError: the Accelerator does not run DeepSpeed, or its release is too old.
+        UnsupportedError: the Accelerator does not run DeepSpeed, its release is too old, or it has
+            prepared loaders whose batches ranks share.
     """
+    if accelerator._dataloaders and (shared := sequence_ranks(accelerator)) > 1:
+        msg = (
+            f"elastic() was called after accelerator.prepare(), with sequence parallelism (sp_size="
+            f"{shared}): the loop has DeepSpeed's loader, which cannot be resumed within an epoch. "
+            "Call elastic(accelerator) before prepare()"
+        )
+        raise UnsupportedError(msg)
     state = LoopState(accelerator)
     loop = Loop(
         batch_names=("the DataLoader's batch_size", "gradient_accumulation_steps"),

@@ -397,12 +397,12 @@ def refused_trainers(case: SharedCase) -> list[str]:
     return found
 
 
-def _prepare(accelerator: Accelerator, loader: Any) -> None:
-    elastic(accelerator).prepare(loader)
+def _prepare(accelerator: Accelerator, *objects: Any) -> None:
+    elastic(accelerator).prepare(*objects)
 
 
-def _prepare_first(accelerator: Accelerator, loader: Any) -> None:
-    accelerator.prepare(loader)
+def _prepare_first(accelerator: Accelerator, *objects: Any) -> None:
+    accelerator.prepare(*objects)
     elastic(accelerator)
 
 
@@ -413,12 +413,13 @@ def _prepare_alone(accelerator: Accelerator, loader: Any) -> None:
 def refused_loaders() -> list[str]:
     """Prepare loaders whose batches cannot be shared; return the errors."""
     found = []
-    kinds: tuple[tuple[Any, dict[str, Any]], ...] = (
-        (Stream(4), {}),
-        (Sequences(4), {"split_batches": True}),
-        (Sequences(4), {"even_batches": False}),
+    kinds: tuple[tuple[Any, dict[str, Any], Any], ...] = (
+        (Stream(4), {}, _prepare),
+        (Sequences(4), {"split_batches": True}, _prepare),
+        (Sequences(4), {"even_batches": False}, _prepare),
+        (Sequences(4), {}, _prepare_first),
     )
-    for data, options in kinds:
+    for data, options, prepare in kinds:
         use_gloo()
         with ulysses():
             config = ds_config(1, {"train_micro_batch_size_per_gpu": 2})
@@ -430,8 +431,7 @@ def refused_loaders() -> list[str]:
             loader = DataLoader(data, batch_size=2)
             model = llama()
             optimizer = torch.optim.AdamW(model.parameters())
-            prepare = elastic(accelerator).prepare
-            found.append(error_text(partial(prepare, model, optimizer, loader)))
+            found.append(error_text(partial(prepare, accelerator, model, optimizer, loader)))
             accelerator.free_memory()
             AcceleratorState._reset_state(reset_partial_state=True)
     return found
