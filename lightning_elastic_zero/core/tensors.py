@@ -433,13 +433,13 @@ LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def tensors_of(tree: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in dicts, lists and tuples, and in attributes of dicts and tensors."""
+    """Yield the tensors in dicts, lists, tuples, sets and attributes of dicts and tensors."""
     parts: Iterable[object] = ()
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, Mapping):
         parts = tree.values()
-    elif isinstance(tree, list | tuple):
+    elif isinstance(tree, list | tuple | set | frozenset):
         parts = tree
     for part in parts:
         if type(part) not in LEAVES:
@@ -515,7 +515,7 @@ def _with_copies(
         if fields := getattr(tree, "__dict__", None):
             vars(result).update(_with_copies(fields, copies, complete))
         return result
-    if type(tree) in {list, tuple, set}:
+    if type(tree) in {list, tuple, set, frozenset}:
         return type(tree)(
             value if type(value) in LEAVES else _with_copies(value, copies, complete)
             for value in tree

@@ -123,6 +123,23 @@ class _AnyClassUnpickler(pickle.Unpickler):
         return super().find_class(module_name, global_name)
 
 
+class _TensorPickler(pickle.Pickler):
+    """Collects the tensors of a tree, and pickles their numbers instead."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[torch.Tensor] = []
+        self._number_of: dict[int, int] = {}
+
+    def persistent_id(self, value: object) -> int | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        if id(value) not in self._number_of:
+            self._number_of[id(value)] = len(self.tensors)
+            self.tensors.append(value)
+        return self._number_of[id(value)]
+
+
 @contextmanager
 def _allowed(policy: Policy) -> Iterator[None]:
     """Allow the policy's stand-ins to torch's restricted unpickler, within this context."""
@@ -450,6 +467,16 @@ class TorchFile:
 
     def load_tree(self, subtree: Any) -> Any:
         """Return a copy of a part of the tree, with the values of its tensors (``with_copies``)."""
+        if self._policy != "any class":
+            return self._load_plain(subtree)
+        # Objects of any class may contain tensors.
+        pickled = io.BytesIO()
+        without_tensors = _TensorPickler(pickled)
+        without_tensors.dump(subtree)
+        loaded = self._load_plain(without_tensors.tensors)
+        return _AnyClassUnpickler(pickled.getvalue(), loaded.__getitem__).load()
+
+    def _load_plain(self, subtree: Any) -> Any:
         copies, jobs = {}, []
         for tensor in tensors_of(subtree):
             if tensor not in copies:

@@ -11,12 +11,13 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections import Counter, OrderedDict
+from argparse import Namespace
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -55,6 +56,40 @@ from tests.support.bits import (
 )
 from tests.support.processes import output_of
 from tests.support.ranks import ROOT
+
+
+class Pair(NamedTuple):
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    text: str
+
+
+def test_tensors_in_objects_of_any_class_have_their_values(tmp_path: Path) -> None:
+    """As hyperparameters and states of callbacks contain them; one tensor stays one."""
+    one, layer = torch.arange(4.0), torch.nn.Linear(2, 2)
+    tree = {
+        "layer": layer,
+        "weight": layer.weight,
+        "deque": deque([one]),
+        "pair": Pair((one, torch.tensor(3)), "x"),
+        "namespace": Namespace(inner={"one": one}),
+        "sets": {frozenset([torch.tensor(5)])},
+    }
+    torch.save(tree, tmp_path / "a.pt")
+    with contextlib.closing(TorchFile(RangeFile(tmp_path / "a.pt"), "any class")) as file:
+        found = file.load_tree(file.tree)
+    assert bits(found["layer"].weight) == bits(layer.weight)
+    assert found["layer"].weight is found["weight"]
+    assert isinstance(found["weight"], torch.nn.Parameter)
+    assert found["deque"][0] is found["pair"].tensors[0] is found["namespace"].inner["one"]
+    assert bits(found["deque"][0]) == bits(one)
+    assert found["pair"].tensors[1].item() == 3
+    assert [[each.item() for each in inner] for inner in found["sets"]] == [[5]]
+
+
+def test_tensors_in_sets_have_their_values(tmp_path: Path) -> None:
+    torch.save({"a": {torch.tensor(5)}}, tmp_path / "a.pt")
+    with contextlib.closing(TorchFile(RangeFile(tmp_path / "a.pt"), "stand-ins")) as file:
+        assert [each.item() for each in file.load_tree(file.tree)["a"]] == [5]
 
 
 def open_unverified(path: Path) -> TorchFile:
