@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
 from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
@@ -72,6 +73,10 @@ def _warn(warns: Callable[[str], None], dirpath: str) -> None:
         warns(dirpath)
 
 
+def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+
+
 def _folder(callback: ModelCheckpoint) -> Folder | None:
     return folder_at(callback.dirpath) if callback.dirpath else None
 
@@ -97,9 +102,7 @@ class ModelCheckpointHooks:
 
         Their setup refuses ``save_last="link"``, so that is hidden from it until ``begin``.
         """
-        for callback in trainer.checkpoint_callbacks:
-            if not isinstance(callback, ModelCheckpoint):
-                continue
+        for callback in _model_checkpoints(trainer):
             folder = _folder(callback)
             if folder is None or folder.local is not None:
                 continue
@@ -112,9 +115,7 @@ class ModelCheckpointHooks:
     def begin(self, trainer: pl.Trainer) -> None:
         """Replace the methods that the user has not overridden; collective."""
         self.end()
-        for callback in trainer.checkpoint_callbacks:
-            if not isinstance(callback, ModelCheckpoint):
-                continue
+        for callback in _model_checkpoints(trainer):
             self._refuse_overwriting(trainer, callback)
             for name, answer in {
                 "_link_checkpoint": partial(self._link_checkpoint, callback),
@@ -141,7 +142,7 @@ class ModelCheckpointHooks:
         def look() -> tuple[bool, str]:
             # In this order, because it may be published in between.
             there = self._manager.is_being_written(filepath) or _is_there(filepath)
-            there = there and not self._is_made(filepath)
+            there = there and not self._is_made(trainer, callback, filepath)
             return there, _refusal_reason(filepath) if there else ""
 
         there, why = _on_rank_zero(trainer, look)
@@ -192,9 +193,7 @@ class ModelCheckpointHooks:
         # Now, as a save may replace the link that was loaded, and not by each rank.
         checkpoint = folder_at(loaded.path)
         self._loaded_ns = _on_rank_zero(trainer, lambda: checkpoint.follow_links().published_ns())
-        for callback in trainer.checkpoint_callbacks:
-            if not isinstance(callback, ModelCheckpoint):
-                continue
+        for callback in _model_checkpoints(trainer):
             _ready_last(trainer, callback)
             saved = loaded.saves.get(callback.state_key, {})
             every, step = callback._every_n_train_steps, trainer.global_step
@@ -228,11 +227,7 @@ class ModelCheckpointHooks:
         if callback.save_top_k <= 0:
             return
         known = {
-            parse_path(path)
-            for each in trainer.checkpoint_callbacks
-            if isinstance(each, ModelCheckpoint)
-            for path in (*each.best_k_models, each.best_model_path, each.last_model_path)
-            if path
+            parse_path(path) for each in _model_checkpoints(trainer) for path in _recorded_by(each)
         }
         pattern = _names(callback, _NUMBER)[0]
         for entry in folder_at(str(callback.dirpath)).entries():
@@ -247,9 +242,18 @@ class ModelCheckpointHooks:
         if not callback.save_last or callback.last_model_path:
             return
         candidates, name = callback._monitor_candidates(trainer), callback.CHECKPOINT_NAME_LAST
-        path = callback.format_checkpoint_name(candidates, name)
-        if _on_rank_zero(trainer, lambda: self._is_made(path)):
-            callback.last_model_path = path
+        numbers = count(callback.STARTING_VERSION) if callback._enable_version_counter else ()
+
+        def find() -> str:
+            for version in chain([None], numbers):
+                path = callback.format_checkpoint_name(candidates, name, version)
+                if self._is_made(trainer, callback, path):
+                    return path
+                if not _is_there(path):
+                    break
+            return ""
+
+        callback.last_model_path = _on_rank_zero(trainer, find)
 
     def _can_repeat(self, callback: ModelCheckpoint, hook: str) -> bool:
         """Whether a hook can be called again: a user's may need the batch, which is gone."""
@@ -261,7 +265,7 @@ class ModelCheckpointHooks:
         epochs_since = int(hook == EPOCH_END)
 
         def save(_: pl.Trainer, path: str) -> None:
-            if _on_rank_zero(trainer, lambda: self._is_made(path)):
+            if _on_rank_zero(trainer, lambda: self._is_made(trainer, callback, path)):
                 callback._last_global_step_saved = trainer.global_step
                 callback._last_checkpoint_saved = path
                 return
@@ -277,10 +281,15 @@ class ModelCheckpointHooks:
         finally:
             del vars(callback)["_save_checkpoint"]
 
-    def _is_made(self, path: str) -> bool:
-        """Whether the run that saved the loaded checkpoint saved this one next; on rank 0."""
+    def _is_made(self, trainer: pl.Trainer, callback: ModelCheckpoint, path: str) -> bool:
+        """Whether a callback of the run that saved the loaded checkpoint saved this one next.
+
+        That of another callback, which may just have made its save again, is not this one's. On
+        rank 0.
+        """
         loaded = self._loaded
-        if loaded is None or not _is_there(path):
+        others = (c for c in _model_checkpoints(trainer) if c is not callback)
+        if loaded is None or not _is_there(path) or any(path in _recorded_by(c) for c in others):
             return False
         checkpoint = folder_at(path).follow_links()
         with suppress(ElasticZeroError, FileNotFoundError, NotADirectoryError, ValueError):
@@ -380,6 +389,11 @@ def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer, hook: str) -> bo
     return epochs >= 1 and (trainer.current_epoch + 1) % epochs == 0
 
 
+def _recorded_by(callback: ModelCheckpoint) -> set[str]:
+    """Return the paths of the checkpoints that a callback has saved, or is saving now."""
+    return {*callback.best_k_models, callback.best_model_path, callback.last_model_path} - {""}
+
+
 def _is_there(path: str) -> bool:
     return bool(path) and folder_at(path).exists()
 
@@ -435,22 +449,16 @@ def saves_of(trainer: pl.Trainer, path: str, hook: str) -> dict[str, dict[str, A
     none, or if another save is due before.
     """
     saves = {}
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            known_paths = {
-                *callback.best_k_models,
-                callback.best_model_path,
-                callback.last_model_path,
-            }
-            is_saving = path in known_paths
-            step = trainer.global_step if is_saving else callback._last_global_step_saved
-            deferred = bool(getattr(callback, "_defer_save_until_validation", False))
-            saves[callback.state_key] = {
-                "step": step,
-                "deferred": deferred and not (is_saving and hook == VALIDATION_END),
-                "dirpath": str(callback.dirpath),
-                "replaced": vars(callback).get(_REPLACED) or "",
-            }
+    for callback in _model_checkpoints(trainer):
+        is_saving = path in _recorded_by(callback)
+        step = trainer.global_step if is_saving else callback._last_global_step_saved
+        deferred = bool(getattr(callback, "_defer_save_until_validation", False))
+        saves[callback.state_key] = {
+            "step": step,
+            "deferred": deferred and not (is_saving and hook == VALIDATION_END),
+            "dirpath": str(callback.dirpath),
+            "replaced": vars(callback).get(_REPLACED) or "",
+        }
     return saves
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.core.manifest import TrainingProgress
@@ -205,7 +205,8 @@ def test_a_file_of_another_strategy_is_not_a_save_that_a_resume_continues(tmp_pa
     hooks = ModelCheckpointHooks(ElasticOptions().manager(), lambda *_: None)
     hooks._loaded = LoadedSaves(tmp_path / "a.ckpt", TrainingProgress(), 1, {}, "")
     (tmp_path / "last.ckpt").touch()
-    assert not hooks._is_made(str(tmp_path / "last.ckpt"))
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[])
+    assert not hooks._is_made(trainer, ModelCheckpoint(), str(tmp_path / "last.ckpt"))
 
 
 def test_an_error_of_rank_0_is_raised_on_all_ranks() -> None:

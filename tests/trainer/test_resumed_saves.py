@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 from lightning_elastic_zero.trainer.preemption import PreemptionCheckpoint
-from tests.support.fits import FitCase, RegressionNet, digests
+from tests.support.fits import FitCase, RegressionNet, digests, elastic_strategy_of
 from tests.support.outcome import captured_log
 from tests.support.ranks import Pools
 
@@ -135,6 +135,8 @@ class Ended:
     rows: list[str]
     """Rows of the logger in this run: step and loss."""
     messages: list[str]
+    loaded: str
+    """Path of the loaded checkpoint."""
 
 
 def fit_scored(case: FitCase) -> Ended:
@@ -163,6 +165,7 @@ def fit_scored(case: FitCase) -> Ended:
         digests(net),
         [" ".join(row[column] for column in columns) for row in rows[1:] if row[columns[1]]],
         list(messages),
+        getattr(elastic_strategy_of(trainer).last_load, "path", ""),
     )
 
 
@@ -278,6 +281,39 @@ def test_a_preempted_run_resumes_with_a_hook_that_needs_the_batch(
     ended = made(signal_at=3, callbacks=(PreemptionCheckpoint,))
     runs = (ended, resumed(ended, "last-preempted.ckpt"))
     assert [seen.step for seen in worlds.run(1, partial(fits_scored, *runs))[0]] == [3, 4]
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("ends", "name"),
+    [
+        ({"signal_at": 3}, "last-preempted.ckpt"),
+        ({"signal_at": 1}, "last-preempted.ckpt"),
+        ({"kill_at": 1}, "last.ckpt"),
+        ({"kill_at": 1}, "epoch=0-step=1-v1.ckpt"),
+    ],
+    ids=["before both", "before both first", "after the first", "after the second"],
+)
+def test_callbacks_with_the_same_names_have_their_own_saves_after_a_resume(
+    ends: dict[str, Any], name: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """The second keeps the best, so another's file in its list would be deleted too early.
+
+    The best of the second is the first save of an epoch.
+    """
+    each: dict[str, Any] = {"every_n_train_steps": 1, "save_last": "link"}
+    best = {**each, "monitor": "epoch"}
+    run = scored(tmp_path / "whole", (1.0, 2.0), each, best)
+    makes = (PreemptionCheckpoint,)
+    ended = scored(tmp_path / "ended", (1.0, 2.0), each, best, callbacks=makes, **ends)
+    runs = (run, ended, resumed(ended, name))
+    whole, _, again = worlds.run(1, partial(fits_scored, *runs))[0]
+    loaded = Path(again.loaded).name
+    assert [kept for kept in again.kept if kept != loaded] == whole.kept
+    assert whole.kept == [
+        *("epoch=1-step=3-v1.ckpt", "epoch=1-step=4.ckpt", "last-v1.ckpt", "last.ckpt")
+    ]
+    assert (again.best, again.tracked) == (whole.best, whole.tracked)
 
 
 BY_STEP = {"val_check_interval": 0.5}
