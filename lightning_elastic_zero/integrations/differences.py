@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from fractions import Fraction
 from functools import partial
@@ -95,14 +95,25 @@ def warn_of_data(
 def _sequence_differences(loaded: Loaded, accelerator: Any) -> Iterator[str]:
     """Yield differences because of sequence parallelism."""
     was, shared = loaded.sequence_ranks, sequence_ranks(accelerator)
-    manifest, stage = loaded.result.manifest, accelerator.deepspeed_plugin.zero_stage
-    before, now = _gradient_factor(manifest.stage, was or shared), _gradient_factor(stage, shared)
-    if was is not None and before != now:
-        yield (
-            f"DeepSpeed multiplies gradients by {now} instead of {before} (by sp_size; in ZeRO-3 "
-            "by 1), so clipping acts on other norms, and Adam's moments are of the old scale. "
-            f"Multiply the loss by {Fraction(before, now)} in this run"
-        )
+    manifest, plugin = loaded.result.manifest, accelerator.deepspeed_plugin
+    # The old run's reduction is not recorded: it is taken for this run's.
+    reduction = plugin.deepspeed_config.get("zero_optimization") or {}
+    before = _gradient_factor(manifest.stage, was or shared, reduction)
+    now = _gradient_factor(plugin.zero_stage, shared, reduction)
+    if was is not None and (manifest.stage, was) != (plugin.zero_stage, shared):
+        if before is None or now is None:
+            yield (
+                "with reduce_scatter: false, ZeRO-3 multiplies gradients of parameters with up to "
+                "reduce_bucket_size elements by sp_size, and others by 1. So clipping acts on "
+                "other norms, and Adam's moments are of another scale. Set reduce_scatter to true"
+            )
+        elif before != now:
+            yield (
+                f"DeepSpeed multiplies gradients by {now} instead of {before} (by sp_size; in "
+                "ZeRO-3 with reduce_scatter, by 1), so clipping acts on other norms, and Adam's "
+                f"moments are of the old scale. Multiply the loss by {Fraction(before, now)} in "
+                "this run"
+            )
     micro_steps = manifest.progress.global_steps * loaded.accumulate
     if was is None and micro_steps % shared and accelerator.num_processes > shared:
         yield (
@@ -112,13 +123,17 @@ def _sequence_differences(loaded: Loaded, accelerator: Any) -> Iterator[str]:
         )
 
 
-def _gradient_factor(stage: int, shared: int) -> int:
+def _gradient_factor(stage: int, shared: int, reduction: Mapping[str, Any]) -> int | None:
     """Return by what DeepSpeed multiplies the gradients of sequences that ranks share.
 
     It averages them over data ranks, as if each rank had a part of the sum. But the Trainer's loss
-    is a mean that has passed all ranks of a sequence. ZeRO-3's ``reduce_scatter`` does not.
+    is a mean that has passed all ranks of a sequence. ZeRO-3's ``reduce_scatter`` does not. Without
+    it, the factor depends on the parameter: then None.
     """
-    return 1 if stage == STAGE_WEIGHTS else shared
+    if stage != STAGE_WEIGHTS or shared == 1:
+        return shared
+    of_buckets = reduction.get("contiguous_gradients", True)
+    return None if of_buckets and not reduction.get("reduce_scatter", True) else 1
 
 
 def _order_differences(loader: Any, was: int, now: int, *, in_first_epoch: bool) -> Iterator[str]:

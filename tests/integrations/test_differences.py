@@ -17,6 +17,7 @@ from lightning_elastic_zero.integrations.differences import (
     _epoch_differences,
     _generation_differences,
     _ignores_count,
+    _sequence_differences,
     _warn_if_counted,
     _watch_evaluation,
 )
@@ -150,3 +151,32 @@ def test_a_save_at_the_end_of_a_shortened_epoch_is_found() -> None:
         assert ["(should_epoch_stop): the resume continues it" in t for t in found] == (
             [True] if epoch < 1 else []
         )
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "found"),
+    [
+        (2, {"reduce_scatter": False}, ["gradients by 1 instead of 4"]),
+        (3, {}, []),
+        (3, {"reduce_scatter": False, "contiguous_gradients": False}, []),
+        (3, {"reduce_scatter": False}, ["up to reduce_bucket_size elements by sp_size"]),
+    ],
+)
+def test_the_factor_of_gradients_depends_on_their_reduction(
+    stage: int, zero: dict[str, bool], found: list[str]
+) -> None:
+    """ZeRO-3 without reduce_scatter has one factor for small and one for large parameters."""
+    progress = SimpleNamespace(global_steps=0)
+    manifest = SimpleNamespace(stage=stage, progress=progress)
+    loaded: Any = SimpleNamespace(
+        sequence_ranks=4, accumulate=1, result=SimpleNamespace(manifest=manifest)
+    )
+    config = {"zero_optimization": {"stage": stage, **zero}}
+    accelerator = SimpleNamespace(
+        parallelism_config=None,
+        num_processes=4,
+        deepspeed_plugin=SimpleNamespace(zero_stage=stage, deepspeed_config=config),
+    )
+    texts = [*_sequence_differences(loaded, accelerator)]
+    assert len(texts) == len(found)
+    assert all(part in text for part, text in zip(found, texts, strict=True))

@@ -175,6 +175,19 @@ def test_gradients_are_multiplied_as_the_warning_states(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("bucket", "multiplied"), [(1000, False), (10_000, True)])
+def test_zero3_without_reduce_scatter_multiplies_gradients_of_small_parameters(
+    bucket: int, multiplied: bool, whole: Whole
+) -> None:
+    """The norm is between the two factors if the embedding is larger than a bucket."""
+    zero = {"reduce_scatter": False, "reduce_bucket_size": bucket}
+    case = {"stage": 3, "config": {"zero_optimization": zero}}
+    before, now = (whole(each, **case)[1].log[0]["grad_norm"] for each in (ALONE, TWO_OF_TWO))
+    assert 1 < now / before < 2 + 1e-3
+    assert (now / before == pytest.approx(2, rel=1e-3)) is multiplied
+
+
+@pytest.mark.long
 def test_a_stock_save_within_a_round_causes_a_warning(
     whole: Whole, hf_ranks: Pools, tmp_path: Path
 ) -> None:
