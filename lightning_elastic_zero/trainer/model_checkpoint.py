@@ -2,7 +2,8 @@
 
 - A name is also in use if a background save is writing it, or if this library must not replace what
   is there, such as another strategy's checkpoint or one that contains a user's file.
-- A link (``save_last="link"``) is replaced in one step, once its checkpoint is published.
+- A link (``save_last="link"``) is replaced in one step, once its checkpoint is published, and only
+  by a callback that saves in this step: another one may share it.
 - If a save was due but the best k kept nothing of this step, the last checkpoint is saved instead
   of linking one that can be epochs old.
 - A name contains rank 0's metrics on all ranks.
@@ -135,6 +136,9 @@ class ModelCheckpointHooks:
         if _is_missing(callback, trainer, hook):
             callback._save_checkpoint(trainer, linkpath)
             return
+        is_new = callback._last_global_step_saved == trainer.global_step
+        if not is_new and _on_rank_zero(trainer, lambda: _is_there(linkpath)):
+            return  # Another callback may have moved it to a newer checkpoint.
         self._link(trainer, filepath, linkpath)
         trainer.strategy.barrier()
 

@@ -211,6 +211,15 @@ def test_last_is_the_newest_due_save_even_if_the_best_k_reject_it(
         assert seen == expected
 
 
+def test_last_of_two_callbacks_does_not_move_back(pools: Pools, tmp_path: Path) -> None:
+    """At each end of an epoch, Lightning also links the last save of the one that saves rarely."""
+    fixed: dict[str, Any] = {"save_last": "link", "enable_version_counter": False}
+    rare = partial(ModelCheckpoint, tmp_path, "rare-{step}", every_n_epochs=2, **fixed)
+    often = {"every_n_train_steps": 2, "monitor": None, **fixed}
+    run = with_saves(tmp_path, "link", often, [], callbacks=(rare,))
+    assert pools.run(1, partial(fit, run))[0] == {0: 0, 1: 0, 2: 2, 3: 2, 4: 4, 5: 4, 6: 6}
+
+
 def test_no_save_is_due_when_the_rest_of_an_epoch_is_skipped(pools: Pools, tmp_path: Path) -> None:
     run = with_saves(tmp_path, "link", {"every_n_epochs": 2}, [], net=SkippingScore.of)
     assert pools.run(2, partial(fit, run)) == [{0: 0, 1: 0, 2: 2, 3: 2}] * 2
