@@ -27,12 +27,13 @@ Counters = dict[str, Any]
 
 
 def read_position(
-    fit_loop: Mapping[str, Any], accumulate: int, *, batches: float, validating: bool
+    fit_loop: Mapping[str, Any], accumulate: int, *, batches: float, validating: bool = False
 ) -> Position:
     """Read the position of a run from Lightning's counters, rounded down to an optimizer step.
 
     ``batches``: micro-batches of one rank per epoch, infinite if unknown. ``validating``: the save
-    happens inside the fit's validation.
+    may be that of a validation's end, so its batches tell whether it is finished. They do not know
+    of errors after the last one, nor of a validation that has not counted its first one.
     """
     epochs, batch = fit_loop[EPOCHS]["current"], fit_loop[BATCHES]["current"]
     done = batch["processed"]

@@ -40,6 +40,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_should_accumulate",
     "the training epoch loop": "_batches_that_stepped _on_before_fetch _results "
     "_should_check_val_fx",
+    "the fit's validation loop": "_on_evaluation_end",
     "CombinedLoader": "_iterator _mode _state_dicts",
     "a CombinedLoader's cycle": "_consumed",
     "the logger connector": "_callback_metrics _first_loop_iter _logged_metrics "
@@ -114,6 +115,7 @@ def _owners(trainer: pl.Trainer) -> dict[str, object]:
     return {
         "the fit loop": fit,
         "the training epoch loop": fit.epoch_loop,
+        "the fit's validation loop": fit.epoch_loop.val_loop,
         "CombinedLoader": CombinedLoader([]),
         "a CombinedLoader's cycle": iter(CombinedLoader([], "max_size_cycle"))._iterator,
         "the logger connector": getattr(trainer, "_logger_connector", None),

@@ -127,7 +127,7 @@ class EpochMetrics:
     ) -> dict[str, Any]:
         """Return this rank's metrics for a checkpoint, as plain data.
 
-        ``validated``: all batches of the running validation are done. ``ending``: the epoch has
+        ``validated``: the running validation is over. ``ending``: the epoch has
         ended, and the hooks at its end run. ``is_complete``: all batches of the epoch are done.
         """
         logged = ResumableResults.of(trainer).to_plain()

@@ -116,6 +116,7 @@ class RunRecorder:
         self._is_new_fit = True
         loop: Any = trainer.fit_loop.epoch_loop
         loop._on_before_fetch = partial(self._before_fetch, trainer, device)
+        loop.val_loop._on_evaluation_end = partial(self._end_validation, trainer)
         self.after_optimizer_step(trainer)
 
     def _before_fetch(self, trainer: pl.Trainer, device: torch.device) -> None:
@@ -123,6 +124,12 @@ class RunRecorder:
             self.random_before_fetch = collect_rng_states(device)
         loop = trainer.fit_loop.epoch_loop
         type(loop)._on_before_fetch(loop)
+
+    def _end_validation(self, trainer: pl.Trainer) -> None:
+        """Record that a validation is over, before the hooks in which callbacks save."""
+        self.mark_validated(trainer)
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        type(loop)._on_evaluation_end(loop)
 
     def after_optimizer_step(self, trainer: pl.Trainer) -> None:
         """Record the loaders' states, because a save inside the next window repeats its batches."""
@@ -159,9 +166,8 @@ class RunRecorder:
         if self.epoch_metrics is not None:
             self.epoch_metrics.validating()
 
-    def on_validation_end(self, trainer: pl.Trainer, device: torch.device) -> None:
-        """Record that the validation is over, and restore the random states."""
-        self.mark_validated(trainer)
+    def on_validation_end(self, device: torch.device) -> None:
+        """Restore the random states after the hooks of callbacks."""
         if self.epoch_metrics is not None:
             self.epoch_metrics.validated()
         if self._random_before_validation is not None:
@@ -189,9 +195,8 @@ class RunRecorder:
     ) -> DataPosition:
         """Return the position of the last optimizer step. ``loops``: the fit loop's counters."""
         settings = self.settings(trainer, grid)
-        validating = is_fitting(trainer) and trainer.validating
         total = trainer.num_training_batches
-        position = read_position(loops, settings.accumulate, batches=total, validating=validating)
+        position = read_position(loops, settings.accumulate, batches=total)
         # The position is the last step, also inside the next window.
         if self._validated_at >= _batches_done(trainer) - pending_micro_batches(trainer):
             position = replace(position, is_validated=True)
@@ -232,7 +237,9 @@ class RunRecorder:
         # Only known values: computing more could communicate with ranks that do not save.
         metrics = known_callback_metrics(trainer)
         validating = is_fitting(trainer) and trainer.validating
-        validated = validating and _is_validation_over(trainer)
+        validated = validating and self._validated_at == _batches_done(trainer)
+        # Before, the validation's counters are those of the previous one.
+        has_begun = validating and self._random_before_validation is not None
         loop: Any = trainer.fit_loop
         # A stop inside an epoch also calls the hooks at its end, but the epoch is not over.
         is_next = record.position.epoch == loop.epoch_progress.current.processed
@@ -250,7 +257,7 @@ class RunRecorder:
         return RunState(
             results=results,
             random_before_fetch=before_fetch,
-            validation_began=validating and not validated,
+            validation_began=has_begun and not validated,
             validation_batches=validation_batches(trainer),
             random=self._random_before_validation or collect_rng_states(device),
             generators=generators,

@@ -406,8 +406,8 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        if is_fitting(trainer := self._trainer):
-            self._resumer.recorder.on_validation_end(trainer, self.root_device)
+        if is_fitting(self._trainer):
+            self._resumer.recorder.on_validation_end(self.root_device)
         super().on_validation_end()
 
     @override
