@@ -40,7 +40,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_should_accumulate",
     "the training epoch loop": "_batches_that_stepped _on_before_fetch _results "
     "_should_check_val_fx",
-    "the fit's validation loop": "_on_evaluation_end",
+    "the fit's validation loop": "_has_run _on_evaluation_end",
     "CombinedLoader": "_iterator _mode _state_dicts",
     "a CombinedLoader's cycle": "_consumed",
     "the logger connector": "_callback_metrics _first_loop_iter _logged_metrics "

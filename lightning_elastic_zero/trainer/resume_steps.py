@@ -258,6 +258,8 @@ def _restart_fit_loop(loaded: LoadedRun) -> None:
         # were restored, so what the iterator draws on creation is the same.
         fit.epoch_loop.restarting = fit._resuming_from_checkpoint = False
     fit._restarting = False
+    # Of an earlier fit of this Trainer, which would end the epoch without the validation.
+    fit.epoch_loop.val_loop._has_run = False
     axis = loaded.state.axis
     if trainer.lightning_module.automatic_optimization:
         axis = trainer.global_step  # the loggers count optimizer steps then

@@ -22,6 +22,7 @@ from tests.trainer._recorded_runs import (
     RecordingNet,
     RunRecord,
     from_step,
+    gather_record,
     record,
     recorded,
 )
@@ -98,3 +99,20 @@ def test_a_failed_validation_is_run_again(place: str, worlds: Pools, tmp_path: P
     assert worlds.run(2, partial(error_of, fails)) == [f"KeyError: '{place}'"] * 2
     resumed = fails.resumed("on_exception", net=partial(FailingNet, ""))
     assert_validated_again(record(worlds, 2, resumed), worlds)
+
+
+def fitted_again(run: FitCase) -> RunRecord:
+    """Fit until it fails, and resume with the same Trainer; return the record of the resume."""
+    made = run.make()
+    with pytest.raises(KeyError):
+        made.trainer.fit(made.net, **made.data)
+    for seen in (made.net.ids, made.watch.events, made.watch.loops, made.watch.validated):
+        seen.clear()
+    made.net.place = ""
+    made.trainer.fit(made.net, **made.data, ckpt_path=run.path("on_exception"))
+    return gather_record(made.trainer, made.net, made.watch)
+
+
+def test_the_same_trainer_runs_it_again(worlds: Pools, tmp_path: Path) -> None:
+    (seen, *_) = worlds.run(2, partial(fitted_again, failing("hook", tmp_path)))
+    assert_validated_again(seen, worlds)
