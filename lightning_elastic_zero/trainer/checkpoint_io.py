@@ -54,6 +54,8 @@ from lightning_elastic_zero.trainer.last_checkpoint import answer_last
 from lightning_elastic_zero.trainer.last_fit import LastFit
 from lightning_elastic_zero.trainer.lightning import (
     callbacks_of,
+    end_following,
+    follow_exchanges,
     has_average,
     is_fitting,
     is_interrupted,
@@ -143,6 +145,8 @@ class RunCheckpoints:
             raise UnsupportedError(msg)
         if fitting:
             self.last_fit.trained = engine
+            for callback in averaging_callbacks(trainer):
+                follow_exchanges(callback)
         self._is_resumed, self._loaded_saves = False, None
         # The module may belong to another Trainer by the time of a save.
         self._grid, self._device = grid_of(trainer), trainer.strategy.root_device
@@ -193,6 +197,8 @@ class RunCheckpoints:
             The failure of the last save, if it was not raised or logged yet.
         """
         self._hooks.end()
+        for callback in averaging_callbacks(trainer):
+            end_following(callback)
         if is_fitting(trainer):
             self.last_fit.end(trainer)
             if not is_interrupted(trainer):

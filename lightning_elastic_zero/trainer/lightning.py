@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -83,6 +84,9 @@ VALIDATION_END = "on_validation_end"
 
 WEIGHT_AVERAGING: type[Any] | None = getattr(callbacks, "WeightAveraging", None)
 """Lightning's callback that averages weights; None before Lightning 2.6."""
+
+_EXCHANGED = "elastic_zero_exchanged"
+"""Attribute of a ``WeightAveraging``: whether it has exchanged the weights for the average."""
 
 EXCLUDE_FROZEN = "exclude_frozen_parameters"
 """Argument of ``DeepSpeedStrategy`` since 2.5.5; this library also takes it in older releases."""
@@ -221,6 +225,27 @@ def known_callback_metrics(trainer: pl.Trainer) -> dict[str, Any]:
 def has_average(callback: Any) -> bool:
     """Whether a ``WeightAveraging`` holds an average: in a fit only."""
     return getattr(callback, "_average_model", None) is not None
+
+
+def follow_exchanges(callback: Any) -> None:
+    """Note each exchange by a ``WeightAveraging``, which does not know whether it has swapped."""
+    vars(callback).update({_EXCHANGED: False, "_swap_models": partial(_exchange, callback)})
+
+
+def _exchange(callback: Any, module: pl.LightningModule) -> None:
+    type(callback)._swap_models(callback, module)
+    vars(callback)[_EXCHANGED] = not has_exchanged(callback)
+
+
+def has_exchanged(callback: Any) -> bool:
+    """Whether the module has a followed callback's average, and the callback the weights."""
+    return bool(vars(callback).get(_EXCHANGED))
+
+
+def end_following(callback: Any) -> None:
+    """End ``follow_exchanges``."""
+    for name in (_EXCHANGED, "_swap_models"):
+        vars(callback).pop(name, None)
 
 
 def exchange_average(callback: Any, trainer: pl.Trainer) -> None:

@@ -18,9 +18,8 @@ from lightning_elastic_zero.trainer.lightning import (
     WEIGHT_AVERAGING,
     callbacks_of,
     exchange_average,
-    has_average,
+    has_exchanged,
 )
-from lightning_elastic_zero.trainer.recorder import is_inside_validation
 
 WEIGHTS = "state_dict"
 """Lightning's entry for the module's weights."""
@@ -98,11 +97,9 @@ def with_trained_weights(trainer: pl.Trainer) -> Iterator[bool]:
     ``WeightAveraging`` exchanges the two in place for a validation. Yields whether they are
     exchanged after this context, so that the save must be complete by then.
     """
-    averaging: list[Any] = []
-    if is_inside_validation(trainer):
-        averaging = [callback for callback in averaging_callbacks(trainer) if has_average(callback)]
-        for callback in averaging:
-            exchange_average(callback, trainer)
+    averaging = [callback for callback in averaging_callbacks(trainer) if has_exchanged(callback)]
+    for callback in averaging:
+        exchange_average(callback, trainer)
     try:
         yield bool(averaging)
     finally:

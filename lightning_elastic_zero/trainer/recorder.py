@@ -385,18 +385,6 @@ def is_inside_window(trainer: pl.Trainer) -> bool:
     return current.ready != current.processed or pending_micro_batches(trainer) > 0
 
 
-def is_inside_validation(trainer: pl.Trainer) -> bool:
-    """Whether a validation of the fit is among its batches."""
-    is_validating = is_fitting(trainer) and trainer.validating and not _is_validation_over(trainer)
-    return is_validating and trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready > 0
-
-
-def _is_validation_over(trainer: pl.Trainer) -> bool:
-    """Whether all batches of the running validation are done."""
-    progress: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    return bool(progress.is_last_batch and progress.current.completed == progress.current.ready > 0)
-
-
 def _batches_done(trainer: pl.Trainer) -> int:
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     return int(progress.total.processed)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import (
     Callback,
@@ -148,6 +150,25 @@ def test_averaged_weights_continue_bit_for_bit(world: int, worlds: Pools, tmp_pa
         assert world != 2 or seen[10] == expected[10]
 
 
+class Unreadable(IndexedSamples):
+    """A data set whose first sample cannot be read."""
+
+    @override
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        raise KeyboardInterrupt
+
+
+class FetchingNet(RecordingNet):
+    """A net whose validation fetches its batches itself."""
+
+    @override
+    def validation_step(  # type: ignore[override]
+        self, dataloader_iter: Iterator[Any]
+    ) -> None:
+        batch, batch_idx, _ = next(dataloader_iter)
+        super().validation_step(batch, batch_idx)
+
+
 def averaged_in_validation(root: str, path: str | None, stage: int, method: str) -> list[Any]:
     """Save inside a validation; return the average and the weights after the last step.
 
@@ -155,10 +176,12 @@ def averaged_in_validation(root: str, path: str | None, stage: int, method: str)
         root: folder of the checkpoints.
         path: checkpoint to resume; then return the average and the weights at the start.
         stage: of ZeRO.
-        method: ``"exception"`` raises during the validation, ``"call"`` saves, ``"background"``
-            saves in the background.
+        method: ``"exception"`` raises during the validation, ``"fetch"`` before its first batch,
+            ``"call"`` saves, ``"background"`` saves in the background, ``"iterator"`` at the end of
+            one that fetches its batches itself.
     """
-    average, net, seen = EMAWeightAveraging(decay=0.9), RecordingNet(recorded()), []
+    average, seen = EMAWeightAveraging(decay=0.9), list[Any]()
+    net = (FetchingNet if method == "iterator" else RecordingNet)(recorded())
 
     def look(*_: Any) -> None:
         assert average._average_model is not None
@@ -169,25 +192,31 @@ def averaged_in_validation(root: str, path: str | None, stage: int, method: str)
     def interrupt(trainer: pl.Trainer, _module: Any, _outputs: Any, _batch: Any, i: int) -> None:
         if path is None and i == 1 and method == "exception":
             raise KeyboardInterrupt
-        if path is None and i == 1:
+        if path is None and i == 1 and method != "iterator":
+            trainer.save_checkpoint(f"{root}/step=5.ckpt")
+
+    def end(trainer: pl.Trainer, _: Any) -> None:
+        if path is None and method == "iterator":
             trainer.save_checkpoint(f"{root}/step=5.ckpt")
 
     looks = LambdaCallback(
         on_train_start=look if path else None,
         on_train_batch_end=None if path else look,
         on_validation_batch_end=interrupt,
+        on_validation_end=end,
     )
     saving = ModelCheckpoint(root, "{step}", every_n_train_steps=99, save_on_exception=True)
     strategy = elastic(stage=stage, global_batch_size=12, async_save=method == "background")
     trainer = quiet_trainer(strategy, average, looks, saving, max_epochs=1 + (path is not None))
     data = DataLoader(IndexedSamples(53, 0.0), batch_size=2, shuffle=True)
+    kind = Unreadable if path is None and method == "fetch" else IndexedSamples
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        trainer.fit(net, data, DataLoader(IndexedSamples(8, 0.0), batch_size=1), ckpt_path=path)
+        trainer.fit(net, data, DataLoader(kind(8, 0.0), batch_size=1), ckpt_path=path)
     return seen[-1:]
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("method", ["exception", "call", "background"])
+@pytest.mark.parametrize("method", ["exception", "fetch", "call", "background", "iterator"])
 def test_a_save_inside_a_validation_has_the_average_and_the_weights(
     method: str, stage: int, worlds: Pools, tmp_path: Path
 ) -> None:
