@@ -35,8 +35,8 @@ class RayCheckpointReport(Callback):
 
     def __init__(self) -> None:
         _ray_train()  # raises if Ray is not installed
-        self._metrics: dict[int, dict[str, float]] = {}
-        """Metrics of saves that are not reported yet, by step."""
+        self._metrics: dict[int, dict[str, Any]] = {}
+        """What is reported of saves that are not reported yet, by step."""
         self._published: list[CheckpointStats] = []
         """Published saves that are not reported yet; on rank 0."""
         self._known: set[str] = set()
@@ -86,10 +86,17 @@ class RayCheckpointReport(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the metrics of this step until its checkpoint is published."""
+        """Keep the metrics of this step until its checkpoint is reported, maybe by a later run."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self._metrics[trainer.global_step] = {**metrics, "epoch": trainer.current_epoch}
+        step = trainer.global_step
+        self._metrics[step] = {**metrics, "epoch": trainer.current_epoch, "step": step}
+        checkpoint["callbacks"][self.state_key] = self._metrics[step]
         self._is_due = True
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the metrics of a checkpoint, whose report may be lost."""
+        self._metrics[state_dict["step"]] = state_dict
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
@@ -107,9 +114,8 @@ class RayCheckpointReport(Callback):
         self._report_if_due(trainer)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wait for the last save and report it."""
-        _strategy(trainer).wait_for_save()
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Report the last save, also if a restarted run had nothing left to train."""
         self._report(trainer)
 
     @override
@@ -133,11 +139,12 @@ class RayCheckpointReport(Callback):
         ray_train = _ray_train()
         storage = ray_train.get_context().get_storage()
         for path, step in trainer.strategy.broadcast(new):
-            metrics = self._metrics.get(step, {"epoch": trainer.current_epoch})
+            unknown = {"epoch": trainer.current_epoch, "step": step}
+            metrics = self._metrics.get(step, unknown)
             # Another ModelCheckpoint may have saved at this step too; earlier steps are complete.
             self._metrics = {at: of for at, of in self._metrics.items() if at >= step}
             ray_train.report(
-                {**metrics, "step": step},
+                metrics,
                 ray_train.Checkpoint(path, storage.storage_filesystem),
                 checkpoint_upload_mode=ray_train.CheckpointUploadMode.NO_UPLOAD,
             )
