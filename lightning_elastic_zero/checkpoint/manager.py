@@ -88,6 +88,10 @@ class CheckpointManager:
         for listener in self.listeners:
             listener("load", stats)
 
+    def on_completed(self) -> None:
+        """Stop keeping the checkpoint that a completed run was resumed from, if a newer exists."""
+        self._queue.release()
+
     # -- saving ------------------------------------------------------------------------------
 
     def save(self, request: SaveRequest, ranks: Ranks) -> None:

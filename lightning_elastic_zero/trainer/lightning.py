@@ -18,7 +18,12 @@ import torch
 from lightning.fabric.utilities import data
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.loops import fetchers
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer import call
@@ -277,6 +282,11 @@ def callbacks_of(trainer: pl.Trainer) -> list[Callback]:
     """Return the trainer's callbacks, which Lightning does not declare."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def paths_of_failures(trainer: pl.Trainer) -> list[str]:
+    """Return the paths to which an ``OnExceptionCheckpoint`` saves."""
+    return [c.ckpt_path for c in callbacks_of(trainer) if isinstance(c, OnExceptionCheckpoint)]
 
 
 def can_stop_early(trainer: pl.Trainer) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 
 import lightning.pytorch as pl
@@ -53,6 +53,7 @@ from lightning_elastic_zero.trainer.lightning import (
     RESUME_END,
     check_lightning_release,
     is_fitting,
+    paths_of_failures,
     split_parent_options,
 )
 from lightning_elastic_zero.trainer.loaders import SampleOrderCheck, keep_workers_from_signals
@@ -461,6 +462,10 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
     @override
     def remove_checkpoint(self, filepath: str | PathLike[str]) -> None:
         """Delete a checkpoint as soon as no link or newer save depends on it."""
+        trainer = self._trainer
+        if not is_fitting(trainer) and fspath(filepath) in paths_of_failures(trainer):
+            # After any run, its callback requests this. The next fit may resume from it.
+            return
         if self.is_global_zero:
             self.checkpoint_manager.remove(filepath)
 
@@ -506,6 +511,7 @@ class ElasticDeepSpeedStrategy(DeepSpeedStrategy):
         self.wait_for_save()
         super().on_train_end()
         self._sigterm.stop_together(self._trainer)
+        self.checkpoint_manager.on_completed()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

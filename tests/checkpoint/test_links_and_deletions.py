@@ -450,6 +450,25 @@ class TestResumedFrom:
         queue.delete(tmp_path / "elsewhere" / ".." / "old.ckpt")
         assert names_in(tmp_path) == ["last.ckpt", "new.ckpt", "old.ckpt"]
 
+    @pytest.mark.parametrize("is_newer", [True, False])
+    def test_it_is_deleted_after_a_run_that_has_published_a_newer_one(
+        self, tmp_path: Path, *, is_newer: bool
+    ) -> None:
+        """An older one may be of an earlier fit in this process, or of one that was given up."""
+        old, queue = fill(tmp_path / "old.ckpt", "data"), FileQueue()
+        queue.protect(old)
+        fill(tmp_path / "beside.ckpt", "data")
+        queue.release()
+        queue.delete(old)
+        assert old.exists()
+        saved = queue.begin_save(folder_at(fill(tmp_path / "new.ckpt", "data")))
+        ns = (old / MANIFEST_NAME).stat().st_mtime_ns + (1 if is_newer else -1)
+        os.utime(tmp_path / "new.ckpt" / MANIFEST_NAME, ns=(ns, ns))
+        queue.end_save(saved, published=True)
+        queue.release()
+        queue.delete(old)
+        assert old.exists() == (not is_newer)
+
     def test_other_checkpoints_are_deleted(self, tmp_path: Path) -> None:
         old, queue = fill(tmp_path / "old.ckpt", "data"), FileQueue()
         queue.protect(old)

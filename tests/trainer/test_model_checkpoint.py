@@ -9,10 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed import comm
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.core.manifest import TrainingProgress
@@ -146,6 +147,38 @@ def test_a_slash_in_the_name_changes_nothing(worlds: Pools, tmp_path: Path) -> N
     for path in ("last", str(run / names[3])):
         again = replace(spec, ckpt_path=path, epochs=3, strategy={"fallback": True})
         assert worlds.run(1, partial(fit, again))[0]["step"] == step * 3 // 4
+
+
+class FailsAfterStep3(Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            raise ZeroDivisionError
+
+
+def fail_and_restart(spec: FitCase) -> list[list[str]]:
+    """Fail, evaluate with another Trainer, and resume; list the folder after each."""
+    trainer, net, data, _ = spec.make(FailsAfterStep3())
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(net, **data)
+    found = [[*listing(spec.root)]]
+    trainer, net, data, _ = spec.make()
+    trainer.validate(net, **data)
+    found.append([*listing(spec.root)])
+    trainer.fit(net, **data, ckpt_path="last")
+    assert trainer.global_step == 4
+    return [*found, [*listing(spec.root)]]
+
+
+def test_the_checkpoint_of_a_failure_is_deleted_once_a_resumed_run_has_ended(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """Not by an evaluation before. If it stayed, "last" would resume from it again."""
+    options = {"filename": "{step}", "every_n_train_steps": 2, "save_top_k": -1}
+    saves = (partial(OnExceptionCheckpoint, str(tmp_path)),)
+    spec = FitCase(str(tmp_path), epochs=2, checkpoint=options, callbacks=saves)
+    failed, evaluated, resumed = worlds.run(1, partial(fail_and_restart, spec))[0]
+    assert failed == evaluated == ["on_exception.ckpt", "step=2.ckpt"]
+    assert resumed == ["step=2.ckpt", "step=4.ckpt"]
 
 
 class Listing(Callback):
