@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
 from lightning_elastic_zero.checkpoint.types import CheckpointStats
-from lightning_elastic_zero.errors import UnsupportedError
+from lightning_elastic_zero.errors import CheckpointNotFoundError, UnsupportedError
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import real_path
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
@@ -27,7 +29,8 @@ class RayCheckpointReport(Callback):
 
     Ray deletes checkpoints itself (``CheckpointConfig(num_to_keep=...)``) and does not restart in a
     folder where one is missing. So each ``ModelCheckpoint`` needs ``save_top_k=-1``, and
-    ``save_last="link"`` if any. Names that begin with ``last`` are not reported.
+    ``save_last="link"`` if any. Not reported are names that begin with ``last``, and weights alone
+    (``save_weights_only``).
 
     Raises:
         ImportError: Ray Train is not installed.
@@ -37,10 +40,10 @@ class RayCheckpointReport(Callback):
         _ray_train()  # raises if Ray is not installed
         self._metrics: dict[int, dict[str, Any]] = {}
         """What is reported of saves that are not reported yet, by step."""
-        self._published: list[CheckpointStats] = []
-        """Published saves that are not reported yet; on rank 0."""
-        self._known: set[str] = set()
-        """Paths that were reported to Ray; on rank 0."""
+        self._published: list[tuple[str, CheckpointStats]] = []
+        """Saves and loads since the last report, each with its kind; on rank 0."""
+        self._known: dict[str, int] = {}
+        """Steps of checkpoints that were reported to Ray, by path."""
         self._is_due = False
         """Whether a save was called since the last report; the same on all ranks."""
 
@@ -64,22 +67,37 @@ class RayCheckpointReport(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the folders of checkpoints, which are known now.
+        """Check the folders of checkpoints, which are known now, and ask for earlier reports.
 
         Raises:
             UnsupportedError: Ray could not find or keep the checkpoints.
         """
         run = _run_folder()
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                _check_model_checkpoint(callback, run)
+        savers = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+        reported = [callback for callback in savers if not callback.save_weights_only]
+        for callback in reported:
+            _check_model_checkpoint(callback, run)
+        _check_last(reported)
+        of_ray = _ray_train().get_all_reported_checkpoints() if trainer.is_global_zero else []
+        known = {each.checkpoint.path: each.metrics.get("step", 0) for each in of_ray}
+        self._known = trainer.strategy.broadcast(known)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report the checkpoint from which the run was resumed, if its report was lost."""
-        if trainer.is_global_zero:
-            reported = _ray_train().get_all_reported_checkpoints()
-            self._known = {known.checkpoint.path for known in reported}
+        """Report the checkpoint from which the run was resumed, if its report was lost.
+
+        Raises:
+            CheckpointNotFoundError: the run has checkpoints, and was not resumed. Its first reports
+                would make Ray delete them.
+        """
+        if self._known and not trainer.global_step:
+            newest = max(self._known, key=self._known.__getitem__)
+            msg = (
+                f"{newest} of step {self._known[newest]} was reported to Ray Train, but this run "
+                f"begins at step 0: no checkpoint was loaded, or weights only. Pass ckpt_path="
+                f"{newest!r} to resume, or begin a new run with another RunConfig(name=...)"
+            )
+            raise CheckpointNotFoundError(msg)
         self._report(trainer)
 
     @override
@@ -124,21 +142,35 @@ class RayCheckpointReport(Callback):
         if stage == "fit":
             _strategy(trainer).checkpoint_manager.listeners.remove(self._note)
 
-    def _note(self, _kind: str, stats: CheckpointStats) -> None:
-        self._published.append(stats)
+    def _note(self, kind: str, stats: CheckpointStats) -> None:
+        self._published.append((kind, stats))
 
     def _report_if_due(self, trainer: pl.Trainer) -> None:
         if self._is_due:
             self._report(trainer)
 
     def _report(self, trainer: pl.Trainer) -> None:
-        """Report published saves; collective."""
+        """Report published saves; collective.
+
+        Raises:
+            UnsupportedError: a save has replaced a checkpoint that was reported.
+        """
         self._is_due = False
         _strategy(trainer).checkpoint_manager.collect()
-        new = self._take_new() if trainer.is_global_zero else []
         ray_train = _ray_train()
         storage = ray_train.get_context().get_storage()
-        for path, step in trainer.strategy.broadcast(new):
+        published = self._take_published() if trainer.is_global_zero else []
+        for kind, path, step in trainer.strategy.broadcast(published):
+            if (known := self._known.get(path)) is not None:
+                if known != step and kind == "save":
+                    msg = (
+                        f"{path} was reported to Ray Train at step {known}, and now contains step "
+                        f"{step}, which Ray would delete as the older one. Give each checkpoint a "
+                        "name of its own: put {step} into ModelCheckpoint(filename=...)"
+                    )
+                    raise UnsupportedError(msg)
+                continue
+            self._known[path] = step
             unknown = {"epoch": trainer.current_epoch, "step": step}
             metrics = self._metrics.get(step, unknown)
             # Another ModelCheckpoint may have saved at this step too; earlier steps are complete.
@@ -149,16 +181,15 @@ class RayCheckpointReport(Callback):
                 checkpoint_upload_mode=ray_train.CheckpointUploadMode.NO_UPLOAD,
             )
 
-    def _take_new(self) -> list[tuple[str, int]]:
-        """Return path and step of saves that Ray does not know yet, and forget them."""
+    def _take_published(self) -> list[tuple[str, str, int]]:
+        """Return kind, path and step of what Ray may know, and forget it."""
         run = _run_folder()
-        new = []
-        for stats in [self._published.pop(0) for _ in range(len(self._published))]:
-            path = _path_in(run, stats.path)
-            if path is not None and path not in self._known:
-                self._known.add(path)
-                new.append((path, stats.step))
-        return new
+        published, self._published = self._published, []
+        return [
+            (kind, path, stats.step)
+            for kind, stats in published
+            if (path := _path_in(run, stats.path)) is not None and _is_full(path)
+        ]
 
 
 def _path_in(run: Path, path: str) -> str | None:
@@ -167,6 +198,12 @@ def _path_in(run: Path, path: str) -> str | None:
     if real.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST) or folder not in real.parents:
         return None
     return str(run / real.relative_to(folder))
+
+
+def _is_full(path: str) -> bool:
+    """Whether a run resumes from a path; weights alone may have been deleted already."""
+    recorded = folder_at(path).recorded()
+    return not (recorded.problem or recorded.weights_only)
 
 
 def _check_model_checkpoint(callback: ModelCheckpoint, run: Path) -> None:
@@ -188,6 +225,21 @@ def _check_model_checkpoint(callback: ModelCheckpoint, run: Path) -> None:
             f"ModelCheckpoint(save_top_k={callback.save_top_k}) would delete checkpoints that Ray "
             "Train has registered, and Ray could not restart this run. Pass save_top_k=-1 and let "
             "Ray delete: RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=2))"
+        )
+        raise UnsupportedError(msg)
+
+
+def _check_last(callbacks: Sequence[ModelCheckpoint]) -> None:
+    """Check that ``ckpt_path="last"`` finds the checkpoints that Ray keeps.
+
+    Raises:
+        UnsupportedError: It finds those of some callbacks only.
+    """
+    if len({bool(callback.save_last) for callback in callbacks}) > 1:
+        msg = (
+            "Some ModelCheckpoints have save_last and others do not. Ray Train deletes the oldest "
+            'checkpoints of all, and ckpt_path="last" may find none of those that are left. Pass '
+            'save_last="link" to each ModelCheckpoint'
         )
         raise UnsupportedError(msg)
 

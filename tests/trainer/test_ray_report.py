@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.integrations.ray import (
     RayCheckpointReport,
+    _check_last,
     _check_model_checkpoint,
     _path_in,
 )
@@ -71,6 +72,17 @@ def test_callbacks_whose_checkpoints_ray_cannot_keep_are_refused(
     else:
         with pytest.raises(UnsupportedError, match=error):
             _check_model_checkpoint(callback, tmp_path / "run")
+
+
+def test_callbacks_of_which_only_some_are_found_as_last_are_refused(tmp_path: Path) -> None:
+    """Ray may delete all checkpoints of the others, and keep only those that are not found."""
+    linked, unlinked = (
+        ModelCheckpoint(tmp_path, save_top_k=-1, save_last=last) for last in ("link", None)
+    )
+    _check_last([linked, linked])
+    _check_last([unlinked, unlinked])  # resumed by a path
+    with pytest.raises(UnsupportedError, match='save_last="link" to each'):
+        _check_last([linked, unlinked])
 
 
 class RayTrain:
@@ -148,3 +160,32 @@ def test_a_lost_report_is_repeated_with_the_metrics_of_its_step(
     assert [each["step"] for each in found] == [2, 4][:epochs]
     assert [each["epoch"] for each in found] == [0, 1][:epochs]
     assert all("val_loss" in each for each in found)
+
+
+def test_a_restart_that_would_lose_reported_progress_is_refused(worlds: Pools, run: Path) -> None:
+    """As when nothing is found as the last checkpoint; weights alone are not reported."""
+    weights = partial(
+        ModelCheckpoint, run / "weights", save_weights_only=True, every_n_train_steps=1
+    )
+    case = reporting(run)
+    case = replace(case, callbacks=(*case.callbacks, weights))
+    assert not any(worlds.run(2, partial(fit_under_ray, case)))
+    path = f"{run}/checkpoints/step=2.ckpt"
+    assert [*reports(run)] == [path]
+    again = replace(case, epochs=2, ckpt_path="last")
+    for error in worlds.run(2, partial(fit_under_ray, again)):
+        assert error.startswith("CheckpointNotFoundError")
+        assert f"ckpt_path={path!r}" in error
+    assert not any(worlds.run(2, partial(fit_under_ray, replace(again, ckpt_path=path))))
+    assert [each["step"] for each in reports(run).values()] == [2, 4]
+
+
+def test_a_reported_checkpoint_that_is_replaced_by_another_step_is_refused(
+    worlds: Pools, run: Path
+) -> None:
+    """Ray would delete the newest state by the report of an old one."""
+    case = reporting(run, filename="{epoch}", every_n_train_steps=1)
+    for error in worlds.run(2, partial(fit_under_ray, case)):
+        assert error.startswith("UnsupportedError")
+        assert "epoch=0.ckpt was reported to Ray Train at step 1, and now contains step 2" in error
+        assert "{step}" in error
