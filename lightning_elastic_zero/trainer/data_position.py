@@ -263,7 +263,7 @@ def _position_stateful(loader: Stateful, state: Any, loaded: LoadedRun, *, is_cu
         loader.load_state_dict(state)
     elif state is not None:
         load_state_at_epoch_end(loader, state, ends_before_data=is_cut)
-    elif loaded.starts_over or loaded.is_inside_epoch:
+    elif loaded.starts_over or loaded.makes_loaders or loaded.is_inside_epoch:
         return
     elif position.epoch or position.is_over:
         warn_state_not_restored(loader, loaded.saved_grid, grid_of(loaded.trainer))

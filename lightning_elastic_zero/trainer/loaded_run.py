@@ -62,8 +62,8 @@ class LoadedRun:
 
     @property
     def loader_states(self) -> list[Any]:
-        """States to load into stateful loaders; none if they start over."""
-        fits = self.is_same_world and not self.starts_over
+        """States to load into stateful loaders; none if they start over or are new ones."""
+        fits = self.is_same_world and not self.starts_over and not self.makes_loaders
         return list(self.all_loader_states) if fits else []
 
     def loader(self, index: int) -> LoaderRecord:

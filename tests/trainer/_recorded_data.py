@@ -330,6 +330,32 @@ class StatefulLoader(DataLoader[Any]):
         self.skip = state_dict["taken"]
 
 
+class Shard(IterableDataset[Any]):
+    """A shard of a stream, here all samples in an order of its own."""
+
+    def __init__(self, number: int, length: int) -> None:
+        self.number, self.length = number, length
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = IndexedSamples(self.length, 0.0)
+        return (samples[index] for index in rank_part(order_of(self.number, self.length)))
+
+
+class ShardLoader(StatefulLoader):
+    """A loader whose state also names the shard."""
+
+    dataset: Shard
+
+    @override
+    def state_dict(self) -> dict[str, int]:
+        return {**super().state_dict(), "shard": self.dataset.number}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        super().load_state_dict(state_dict)
+        self.dataset.number = state_dict["shard"]
+
+
 class OwnBatchSampler(BatchSampler):
     """A user's batch sampler: each rank's samples in reverse order."""
 
@@ -380,6 +406,8 @@ class LoadersByEpoch(pl.LightningDataModule):
                 return DataLoader(data, size * (1 + epoch), shuffle=True, **options)
             case "by epoch: size of a stream":
                 return DataLoader(SeekableStream(length), size * (1 + epoch), **options)
+            case "by epoch: shard":
+                return ShardLoader(Shard(epoch, length), size, **options)
             case "by epoch: seed":
                 shared: DistributedSampler[Any] = DistributedSampler(
                     data, comm.get_world_size(), comm.get_rank(), seed=3 + 4 * (epoch % 3 % 2)

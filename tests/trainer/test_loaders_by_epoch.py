@@ -68,6 +68,25 @@ def test_a_seed_by_epoch_is_that_of_the_saved_epoch(
     assert_continued(worlds, world, run, reference, SEED_POINTS)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_new_loader_does_not_get_the_state_of_the_one_before(
+    world: int, worlds: Pools, tmp_path: Path
+) -> None:
+    points = {"epoch 0": 4, **({"step 1.2": 6} if world == 2 else {})}
+    run = recorded(
+        kind="by epoch: shard",
+        length=48,
+        batch_size=6,
+        trainer={"reload_dataloaders_every_n_epochs": 1},
+        save=tuple(points),
+        root=str(tmp_path),
+    )
+    reference = record(worlds, 2, run)
+    assert reference.steps[0] != reference.steps[4]
+    for seen in assert_continued(worlds, world, run, reference, points, batch_size=12 // world):
+        assert not any("without its saved state" in text for text in seen.messages)
+
+
 @pytest.mark.long
 def test_loaders_created_in_an_earlier_epoch_cause_a_warning(worlds: Pools, tmp_path: Path) -> None:
     """A resume inside their second epoch creates them then, maybe with other values."""
