@@ -17,6 +17,9 @@ from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import real_path
 from lightning_elastic_zero.trainer.strategy import ElasticDeepSpeedStrategy
 
+_LAST = "last"
+"""Checkpoints whose names begin so are replaced or deleted by callbacks, and not reported."""
+
 
 class RayCheckpointReport(Callback):
     """Reports each checkpoint to Ray Train at its path, with the metrics of its step.
@@ -195,7 +198,7 @@ class RayCheckpointReport(Callback):
 def _path_in(run: Path, path: str) -> str | None:
     """Return a checkpoint's path below the run's folder; None: not to be reported."""
     real, folder = real_path(path), real_path(run)
-    if real.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST) or folder not in real.parents:
+    if real.name.startswith(_LAST) or folder not in real.parents:
         return None
     return str(run / real.relative_to(folder))
 
@@ -225,6 +228,13 @@ def _check_model_checkpoint(callback: ModelCheckpoint, run: Path) -> None:
             f"ModelCheckpoint(save_top_k={callback.save_top_k}) would delete checkpoints that Ray "
             "Train has registered, and Ray could not restart this run. Pass save_top_k=-1 and let "
             "Ray delete: RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=2))"
+        )
+        raise UnsupportedError(msg)
+    if callback.save_last is True and not callback.CHECKPOINT_NAME_LAST.startswith(_LAST):
+        msg = (
+            f"ModelCheckpoint(save_last=True) with CHECKPOINT_NAME_LAST = "
+            f"{callback.CHECKPOINT_NAME_LAST!r} would delete checkpoints that Ray Train has "
+            f"registered. Begin the name with {_LAST!r}, or pass save_last='link'"
         )
         raise UnsupportedError(msg)
 
