@@ -201,19 +201,19 @@ class ModelCheckpointHooks:
             _ready_last(trainer, callback)
             saved = loaded.saves.get(callback.state_key, {})
             every, step = callback._every_n_train_steps, trainer.global_step
-            if saved.get("deferred"):
-                callback._defer_save_until_validation = True
+            # Not those of an earlier fit in this process, which may have saved later steps.
+            callback._last_global_step_saved = saved.get("step", 0)
+            callback._defer_save_until_validation = saved.get("deferred", False)
             is_same_folder = saved.get("dirpath") == str(callback.dirpath)
             if is_same_folder and is_on_nodes(parse_path(str(callback.dirpath))):
                 replaced = saved.get("replaced", "")
                 _on_rank_zero(trainer, partial(self._delete_leftovers, trainer, callback, replaced))
-            if saved.get("step") == step:
-                callback._last_global_step_saved = step
+            if callback._last_global_step_saved == step:
                 if is_same_folder:
                     self._find_last(trainer, callback)
             elif is_same_folder and self._can_repeat(callback, loaded.hook):
                 self._repeat_hook(trainer, callback, loaded.hook)
-            is_deferred = getattr(callback, "_defer_save_until_validation", False)
+            is_deferred = callback._defer_save_until_validation
             if every >= 1 and step % every == 0 and not is_deferred:
                 # Not again inside the next accumulation window.
                 callback._last_global_step_saved = step
@@ -489,11 +489,11 @@ def _ready_last(trainer: pl.Trainer, callback: ModelCheckpoint) -> None:
     itself keeps the link as it is until a save is due.
     """
     best = callback.best_model_path
+    callback._last_checkpoint_saved = ""  # of an earlier fit in this process
     if not best and not _on_rank_zero(trainer, lambda: _is_there(callback.last_model_path)):
         return  # As in a new run, Lightning saves the last checkpoint at the end.
     is_here = best.startswith(f"{callback.dirpath}/")
-    if not callback._last_checkpoint_saved:
-        callback._last_checkpoint_saved = callback.last_model_path or (best if is_here else "")
+    callback._last_checkpoint_saved = callback.last_model_path or (best if is_here else "")
 
 
 @contextmanager

@@ -316,6 +316,32 @@ def test_callbacks_with_the_same_names_have_their_own_saves_after_a_resume(
     assert (again.best, again.tracked) == (whole.best, whole.tracked)
 
 
+def fit_again(case: FitCase, name: str) -> dict[int, int]:
+    """Fit twice with the same callbacks, the second time from a checkpoint of the first.
+
+    Return the step of the second one's ``last-v1.ckpt`` before each step.
+    """
+    trainer, net, data, _ = case.make()
+    ending: Any = trainer.callbacks[0]  # type: ignore[attr-defined]
+    ending.last_path = ending.last_path.with_name("last-v1.ckpt")
+    for path in (None, str(ending.last_path.with_name(name))):
+        trainer.fit(net, **data, ckpt_path=path)
+    seen: dict[int, int] = ending.last
+    return seen
+
+
+def test_a_second_fit_saves_the_steps_that_the_first_has_saved(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """The first may have diverged, so its save must not be taken for the last one."""
+    every_3 = {"every_n_train_steps": 3, "filename": "{step}", "save_last": "link"}
+    every_2 = {"every_n_train_steps": 2, "filename": "other-{step}"}
+    run = scored(tmp_path, (1.0, 2.0), every_3, every_2, trainer={"max_steps": 3})
+    (last,) = worlds.run(1, partial(fit_again, run, "other-step=2.ckpt"))
+    assert last == {0: 0, 1: 0, 2: 0}
+    assert (tmp_path / "kept" / "last-v1.ckpt").readlink().name == "step=3-v1.ckpt"
+
+
 BY_STEP = {"val_check_interval": 0.5}
 """Validate after each step."""
 
