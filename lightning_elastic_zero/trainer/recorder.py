@@ -99,10 +99,18 @@ class RunRecorder:
         self._latest_loaders: list[Any] | None = None
         self._loaders_before: list[Any] | None = None
         self._is_new_fit = False
+        self._ends_batch_again, self._updates_plateaus = False, False
 
     def begin_at(self, position: Position, consumed: tuple[Consumed | None, ...]) -> None:
         """Set the position of a resumed run and the samples consumed from each loader."""
         self._begun, self._consumed_before = position, consumed
+
+    def expect_end_of_batch(self, *, updates_plateaus: bool) -> None:
+        """Note that the restarted loop will first end the last batch.
+
+        ``updates_plateaus``: it will also update ``ReduceLROnPlateau``.
+        """
+        self._ends_batch_again, self._updates_plateaus = True, updates_plateaus
 
     def begin_training(
         self, trainer: pl.Trainer, loader_states: list[Any], device: torch.device
@@ -245,6 +253,9 @@ class RunRecorder:
         is_next = record.position.epoch == loop.epoch_progress.current.processed
         ending = is_next and is_ending(loop.epoch_progress)
         batch_ending = is_ending(loop.epoch_loop.batch_progress) or trainer.validating
+        # A save that a resume makes is one of the moment of the loaded checkpoint.
+        ends_again = self._ends_batch_again and loop.epoch_loop.restarting
+        plateau_pending = batch_ending or (ends_again and self._updates_plateaus)
         is_stopping = is_fitting(trainer) and trainer.should_stop
         has_stopped = any(map(_has_stopped, early_stopping_of(trainer)))
         results = None
@@ -264,12 +275,12 @@ class RunRecorder:
             metrics={name: value.detach().cpu() for name, value in metrics.items()},
             plateau_epoch_pending=ending,
             # Lightning counts a batch for the loggers when it has ended.
-            axis=logged_steps(trainer) + batch_ending,
+            axis=logged_steps(trainer) + (batch_ending or ends_again),
             # Another stop ends this run only, such as that of a Timer before a deadline.
             waits_to_stop=is_stopping and (has_stopped or not can_stop_early(trainer)),
             saves=saves_of(trainer, path, hook),
             hook=hook,
-            plateau_step_pending=batch_ending and not is_inside_window(trainer),
+            plateau_step_pending=plateau_pending and not is_inside_window(trainer),
         )
 
     def loader_states(self, trainer: pl.Trainer) -> list[Any]:

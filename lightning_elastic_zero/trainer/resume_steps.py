@@ -172,8 +172,11 @@ class ResumeSteps:
             _step_plateaus(trainer, "step", trainer.fit_loop.epoch_loop.batch_idx + 1)
         if state.plateau_epoch_pending:
             _step_plateaus(trainer, "epoch", loaded.position.epoch)
-        if ends_batch and is_pending is False:  # already updated for this batch
-            self.intervals.suspend_plateau_steps(trainer)
+        if ends_batch:
+            is_updated = is_pending is False
+            self.recorder.expect_end_of_batch(updates_plateaus=not is_updated)
+            if is_updated:
+                self.intervals.suspend_plateau_steps(trainer)
 
     def _restart_data(self, loaded: LoadedRun, consumed: Sequence[Consumed | None]) -> None:
         """Step 8: recreate the iterators. Needs the loaders of step 4 and the loops of step 5."""

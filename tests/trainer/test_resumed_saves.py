@@ -19,6 +19,7 @@ import torch
 from deepspeed import comm
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
 from lightning_elastic_zero.trainer.preemption import PreemptionCheckpoint
@@ -47,6 +48,17 @@ class ScoredNet(RegressionNet):
     @override
     def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
         self.log("score", torch.tensor(self.scores[self.current_epoch]), sync_dist=True)
+
+
+class PlateauNet(ScoredNet):
+    """Halves its rate after each step that did not improve the score."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        made = ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=0)
+        plateau = {"scheduler": made, "interval": "step", "monitor": "score"}
+        return {"optimizer": optimizer, "lr_scheduler": plateau}
 
 
 class EndsAt(Callback):
@@ -344,6 +356,30 @@ def test_a_second_fit_saves_the_steps_that_the_first_has_saved(
 
 BY_STEP = {"val_check_interval": 0.5}
 """Validate after each step."""
+
+
+def test_a_save_made_by_the_resume_keeps_the_update_of_a_plateau(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """Killed between the saves of two callbacks, before a validation and the update after it."""
+    scores = (2.0, 1.0)
+    saves = [
+        {"filename": f"{name}-{{step}}", "every_n_train_steps": every, "save_top_k": -1}
+        for name, every in (("first", 3), ("second", 1))
+    ]
+    whole, killed = (
+        replace(made, net=partial(PlateauNet, scores))
+        for made in (
+            scored(tmp_path / "whole", scores, *saves, trainer=BY_STEP),
+            scored(tmp_path, scores, *saves, trainer=BY_STEP, kill_at=3),
+        )
+    )
+    worlds.run(1, partial(fit_scored, killed))
+    shutil.rmtree(tmp_path / "kept" / "second-step=3.ckpt")
+    # The first one makes the save for the second one.
+    both = (resumed(killed, f"{name}-step=3.ckpt") for name in ("first", "second"))
+    reference, *seen = worlds.run(1, partial(fits_scored, whole, *both))[0]
+    assert [each.weights for each in seen] == [reference.weights] * 2
 
 
 @pytest.mark.parametrize(
