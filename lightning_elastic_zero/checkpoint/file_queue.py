@@ -80,13 +80,14 @@ class FileQueue:
         """Stop keeping the protected checkpoint, if this process has published a newer one.
 
         After a run, ``OnExceptionCheckpoint`` deletes the state of an earlier failure. If it
-        stayed, the next run could take it for the last one.
+        stayed, the next run could take it for the last one. Memory of nodes ends with the job.
         """
         if (resumed := self._resumed_from) is None:
             return
         with self._lock, suppress(OSError):  # It cannot be compared, and is kept.
             saved_ns = resumed.published_ns()
-            newer = (each for each in self._published if each.published_ns() > saved_ns)
+            lasting = (each for each in self._published if not is_on_nodes(each.path))
+            newer = (each for each in lasting if each.published_ns() > saved_ns)
             if any(each.can_replace(resumed) for each in newer):
                 self._resumed_from = None
 

@@ -98,7 +98,8 @@ class RayCheckpointReport(Callback):
             msg = (
                 f"{newest} of step {self._known[newest]} was reported to Ray Train, but this run "
                 f"begins at step 0: no checkpoint was loaded, or weights only. Pass ckpt_path="
-                f"{newest!r} to resume, or begin a new run with another RunConfig(name=...)"
+                f"{newest!r} to resume, also in a second fit of this run, or begin a new run with "
+                "another RunConfig(name=...)"
             )
             raise CheckpointNotFoundError(msg)
         self._report(trainer)
@@ -133,6 +134,12 @@ class RayCheckpointReport(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Report saves after the epoch."""
         self._report_if_due(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait for the last save and report it, before a preemption can end the run."""
+        _strategy(trainer).wait_for_save()
+        self._report(trainer)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -228,6 +235,13 @@ def _check_model_checkpoint(callback: ModelCheckpoint, run: Path) -> None:
             f"ModelCheckpoint(save_top_k={callback.save_top_k}) would delete checkpoints that Ray "
             "Train has registered, and Ray could not restart this run. Pass save_top_k=-1 and let "
             "Ray delete: RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=2))"
+        )
+        raise UnsupportedError(msg)
+    name = callback.filename
+    if name is not None and "{step" not in name and "{epoch" not in name:
+        msg = (
+            f"ModelCheckpoint(filename={name!r}) would use a name again once Ray Train has deleted "
+            "its checkpoint, and Ray would take the new one for the old one. Put {step} into it"
         )
         raise UnsupportedError(msg)
     if callback.save_last is True and not callback.CHECKPOINT_NAME_LAST.startswith(_LAST):

@@ -39,6 +39,7 @@ from lightning_elastic_zero.trainer.loaders import (
     length_of,
     load_state_at_epoch_end,
     resumable_part_of,
+    warn_loader_is_new,
     warn_state_not_restored,
 )
 from lightning_elastic_zero.trainer.tensor_parallel import grid_of
@@ -263,8 +264,11 @@ def _position_stateful(loader: Stateful, state: Any, loaded: LoadedRun, *, is_cu
         loader.load_state_dict(state)
     elif state is not None:
         load_state_at_epoch_end(loader, state, ends_before_data=is_cut)
-    elif loaded.starts_over or loaded.makes_loaders or loaded.is_inside_epoch:
+    elif loaded.starts_over or loaded.is_inside_epoch:
         return
+    elif loaded.makes_loaders:
+        if loaded.all_loader_states:
+            warn_loader_is_new(loader, position.epoch)
     elif position.epoch or position.is_over:
         warn_state_not_restored(loader, loaded.saved_grid, grid_of(loaded.trainer))
 

@@ -336,6 +336,16 @@ def warn_state_not_restored(loader: object, saved: RankGrid, live: RankGrid) -> 
     )
 
 
+def warn_loader_is_new(loader: object, epoch: int) -> None:
+    """Warn of a stateful loader that may continue the stream of the loader before."""
+    rank_zero_warn(
+        f"The {describe_loader(loader)} was created for epoch {epoch} "
+        "(reload_dataloaders_every_n_epochs), so it does not get the saved state of the loader "
+        "before. If its data continue that loader's, samples will repeat: then set "
+        "reload_dataloaders_every_n_epochs=0."
+    )
+
+
 class SampleOrderCheck:
     """Compares the order of users' samplers between ranks, before the first batch of each epoch.
 

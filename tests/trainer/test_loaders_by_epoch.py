@@ -83,8 +83,11 @@ def test_a_new_loader_does_not_get_the_state_of_the_one_before(
     )
     reference = record(worlds, 2, run)
     assert reference.steps[0] != reference.steps[4]
-    for seen in assert_continued(worlds, world, run, reference, points, batch_size=12 // world):
-        assert not any("without its saved state" in text for text in seen.messages)
+    seen = assert_continued(worlds, world, run, reference, points, batch_size=12 // world)
+    for each, point in zip(seen, points, strict=True):
+        assert not any("without its saved state" in text for text in each.messages)
+        warned = [text for text in each.messages if "was created for epoch 1 " in text]
+        assert len(warned) == (point == "epoch 0")
 
 
 @pytest.mark.long

@@ -58,10 +58,11 @@ def test_replaced_and_outside_checkpoints_are_not_reported_to_ray(
         ("elsewhere", {"save_top_k": -1}, "last", "keeps checkpoints below .*/run only"),
         ("run/checkpoints", {}, "last", r"save_top_k=1\) would delete"),
         ("run/checkpoints", {"save_top_k": -1, "save_last": True}, "{epoch}-last", "would delete"),
+        ("run/checkpoints", {"save_top_k": -1, "filename": "model"}, "last", "Put .step. into it"),
         ("run/checkpoints", {"save_top_k": -1, "save_last": True}, "last-{epoch}", None),
         ("run/checkpoints", {"save_top_k": -1, "save_last": "link"}, "{epoch}-last", None),
     ],
-    ids=["elsewhere", "deletes", "deletes last", "copy", "link"],
+    ids=["elsewhere", "deletes", "deletes last", "names", "copy", "link"],
 )
 def test_callbacks_whose_checkpoints_ray_cannot_keep_are_refused(
     folder: str, options: dict[str, Any], last_name: str, error: str | None, tmp_path: Path
