@@ -256,7 +256,10 @@ class ModelFile:
         return found
 
     def load_shared(self, loss_scaler: Mapping[str, Plain], *, trainer: bool = True) -> SharedState:
-        """Return buffers and the state of Lightning or the user; of it only keys if not wanted."""
+        """Return the shared state.
+
+        ``trainer=False`` returns only the keys of what Lightning or the user saved.
+        """
         tree = self._files.tree(self.name)
         others = {k: value for k, value in tree.items() if k not in ENGINE_KEYS}
         entries = {

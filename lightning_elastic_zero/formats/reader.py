@@ -112,7 +112,7 @@ class SharedState:
 
     @property
     def scales_losses(self) -> bool:
-        """Whether losses were scaled; else the fields of the scaler have no effect."""
+        """Whether losses were scaled. If not, the scaler's fields have no effect."""
         learned = ("dynamic", "dynamic_loss_scale", "grad_scaler")
         scaler = self.loss_scaler
         return any(map(scaler.get, learned)) or scaler.get("cur_scale", 1.0) != 1.0

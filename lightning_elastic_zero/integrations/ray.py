@@ -42,7 +42,7 @@ class RayCheckpointReport(Callback):
     def __init__(self) -> None:
         _ray_train()  # raises if Ray is not installed
         self._metrics: dict[int, dict[str, Any]] = {}
-        """What is reported of saves that are not reported yet, by step."""
+        """Metrics of the saves that Ray does not know yet, by step."""
         self._published: list[tuple[str, CheckpointStats]] = []
         """Saves and loads since the last report, each with its kind; on rank 0."""
         self._known: dict[str, int] = {}
@@ -192,7 +192,7 @@ class RayCheckpointReport(Callback):
             )
 
     def _take_published(self) -> list[tuple[str, str, int]]:
-        """Return kind, path and step of what Ray may know, and forget it."""
+        """Return and forget the saves and loads since the last report: kind, path and step."""
         run = _run_folder()
         published, self._published = self._published, []
         return [

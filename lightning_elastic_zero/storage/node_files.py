@@ -102,7 +102,9 @@ class NodeFiles:
     def __init__(self, root: Path) -> None:
         """Use a folder that ``make`` has made or that may be missing."""
         self.root = root
-        self._arrived: dict[str, bytearray] = {}  # The checksums of files that arrive in parts.
+        self._arrived: dict[str, bytearray] = {}
+        """The checksums of files that arrive in parts, and of the last confirmed one."""
+        self._confirmed = ""
 
     def make(self) -> None:
         """Make the folder, or check that it is this user's alone.
@@ -300,6 +302,9 @@ class NodeFiles:
             differ = (pair[0] != pair[1] for pair in itertools.zip_longest(*sums))
             msg = f"chunk {list(differ).index(True)} does not match its checksum"
             raise OSError(errno.EIO, msg, str(self.root / key))
+        if self._confirmed != key:  # Else the request was repeated, because its answer was lost.
+            self._arrived.pop(self._confirmed, None)
+            self._confirmed = key
 
     def _sums(self, key: str) -> bytes:
         """Return the checksums next to a file."""

@@ -286,10 +286,10 @@ class ModelCheckpointHooks:
             del vars(callback)["_save_checkpoint"]
 
     def _is_made(self, trainer: pl.Trainer, callback: ModelCheckpoint, path: str) -> bool:
-        """Whether a callback of the run that saved the loaded checkpoint saved this one next.
+        """Whether this callback saved a checkpoint in the loaded run, after the loaded one.
 
-        That of another callback, which may just have made its save again, is not this one's. On
-        rank 0.
+        A checkpoint that another callback has recorded is not its own: that callback may just have
+        made its save again. On rank 0.
         """
         loaded = self._loaded
         others = (c for c in _model_checkpoints(trainer) if c is not callback)

@@ -462,7 +462,7 @@ class TestResumedFrom:
         monkeypatch.setattr(file_queue, "is_on_nodes", on_nodes)
         old, queue = fill(tmp_path / "old.ckpt", "data"), FileQueue()
         queue.protect(old)
-        fill(tmp_path / "beside.ckpt", "data")
+        fill(tmp_path / "neighbour.ckpt", "data")
         queue.release()
         queue.delete(old)
         assert old.exists()

@@ -104,6 +104,16 @@ class TestCopies:
                 peer.put_small(name + SUMS_SUFFIX, sums)
         assert nodes[2].path(FILE).read_bytes() == DATA
 
+    def test_checksums_of_confirmed_files_are_forgotten(self, nodes: list[Node]) -> None:
+        """Another server of the node may be asked to delete them, and runs save for weeks."""
+        for number in range(3):
+            be_on(nodes[0])
+            folder, _, name = FILE.replace("step-1", f"step-{number}").rpartition("/")
+            with ChecksummedWriter(StorePath(NODES, folder), name) as file:
+                file.write(DATA)
+                file.finish(SAVE)
+        assert len(nodes[1].server.files._arrived) == 1  # for a request that is repeated
+
     def test_an_empty_file_is_copied(self, nodes: list[Node]) -> None:
         entry = write_file(nodes[0], b"")
         assert holders(nodes, FILE) == [0, 1]
