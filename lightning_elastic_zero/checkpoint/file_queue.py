@@ -249,7 +249,7 @@ def _make_link(target: Folder, link: Folder, progress: Progress) -> None:
     if file is None or file.name != LATEST:
         link.make_link(target, progress)
         return
-    replace_durably(file, f"{target.path.name}/{TAG}".encode())
+    replace_durably(file, f"{target.path.relative_to(file.parent)}/{TAG}".encode())
     source, script = recovery_script(), file.with_name(RECOVERY_SCRIPT)
     if source is not None and not script.exists():
         write_durably(script, source.read_bytes())

@@ -153,6 +153,7 @@ def checkpoints_in(
         OSError: the folder cannot be listed.
     """
     real = folder_at(folder).follow_links()
+    real.repair()
     direct = {each.follow_links().path for each in real.entries() if _may_be_candidate(each)}
     return direct.union(_nested_saves(real, progress, allow_pickle=allow_pickle))
 

@@ -568,6 +568,7 @@ def find_checkpoint(folder: Path, tag: str | None) -> str | None:
 
     Where both DeepSpeed and this library have saved one tag, the later save counts.
     """
+    folder_at(folder).repair()
     if tag is not None:
         stock, elastic = folder / tag, folder / f"{tag}{OWN_SUFFIX}"
         if is_checkpoint(elastic) and _written(elastic) >= _written(stock):

@@ -468,6 +468,8 @@ def repair_all(parent: Path) -> list[Path]:
         for owner in (ProcessIdentity.read(owner_path(parent, save_id)),)
         if owner is not None
     }
+    set_aside = parent.glob(f"{LINK_PREFIX}*.old")
+    lost |= {path.with_name(path.name[len(LINK_PREFIX) : -len(".old")]) for path in set_aside}
     return [target for target in sorted(lost) if repair_target(target)]
 
 

@@ -18,6 +18,7 @@ from lightning_elastic_zero.storage.disk_checkpoints import (
     StagedDirectory,
     make_link,
     remove_leftovers,
+    repair_all,
     repair_target,
     staging_path,
 )
@@ -124,9 +125,11 @@ class DiskFolder(Folder):
 
     def repair(self) -> None:
         repair_target(self.path)
+        with suppress(PermissionError):  # Reading it raises a better error.
+            repair_all(self.path)
 
     def prepare(self, below: str) -> None:
-        self.repair()
+        repair_target(self.path)
         check_replaceable(self.path, below)
 
     def stage(self, save_id: str, progress: Progress = NO_PROGRESS) -> StagedDirectory:

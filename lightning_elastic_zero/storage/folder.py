@@ -231,7 +231,10 @@ class Folder(ABC):
         """Refuse storage into which no save can be published; raises SaveError."""
 
     def repair(self) -> None:
-        """Restore a checkpoint that a crash during its publication left missing."""
+        """Restore a checkpoint that a crash during its publication left missing.
+
+        Of a folder of checkpoints, also those in it: a search would not find them.
+        """
 
     @abstractmethod
     def prepare(self, below: str) -> None:

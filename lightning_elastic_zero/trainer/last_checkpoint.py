@@ -3,6 +3,7 @@
 Lightning asks each ``ModelCheckpoint`` on each rank, before the ranks are connected, and takes the
 newest answer by the times of files.
 
+- On a disk, a crash between two renames can hide a checkpoint, which is restored first.
 - In an object store, it would make a local path of the URL, find nothing there, and start from the
   beginning.
 - On nodes, an empty node would find nothing, and files of a checkpoint may be lost with their
@@ -51,6 +52,7 @@ def answer_last(trainer: pl.Trainer, connect: Callable[[], Ranks]) -> None:
         raise UnsupportedError(msg)
     for callback in callbacks:
         vars(callback).pop(_FIND, None)  # of an earlier run
+        folder_at(str(callback.dirpath)).repair()
         if on_nodes:
             vars(callback)[_FIND] = lambda _: set()
         elif _is_remote(callback):

@@ -87,6 +87,17 @@ def save(folder: str, stage: int, *, wrapped: bool = False) -> State:
     return state
 
 
+def save_tags(folder: str, *tags: str) -> dict[str, Any]:
+    """Save these tags in turn; return the client state that a load without a tag finds."""
+    engine = elastic(initialize(2))
+    for tag in tags:
+        engine.save_checkpoint(folder, tag, client_state={"tag": tag})
+    _, client_state = engine.load_checkpoint(folder)
+    engine.destroy()
+    assert client_state is not None
+    return client_state
+
+
 def save_within(folder: str) -> list[str]:
     """Save three times within a step, and once after it; return the warnings."""
     engine, batch = elastic(initialize(2)), Tokens().tokens[:2]

@@ -47,6 +47,13 @@ def test_an_engine_continues_on_other_counts(
 
 
 @pytest.mark.engine
+def test_latest_names_a_tag_with_a_slash(hf_ranks: Pools, tmp_path: Path) -> None:
+    tags = ("step10", "tuned/step10")
+    found = hf_ranks.run(1, partial(programs.save_tags, str(tmp_path), *tags))[0]
+    assert found["tag"] == "tuned/step10"
+
+
+@pytest.mark.engine
 def test_loads_that_cannot_be_intended_are_refused(hf_ranks: Pools, tmp_path: Path) -> None:
     """A load function, another global batch, and a missing tag."""
     hf_ranks.run(2, partial(programs.save, str(tmp_path), 2))

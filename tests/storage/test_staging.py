@@ -15,6 +15,7 @@ import pytest
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import SaveError
+from lightning_elastic_zero.formats.newest import checkpoints_in
 from lightning_elastic_zero.storage import ownership
 from lightning_elastic_zero.storage.disk_checkpoints import (
     LINK_PREFIX,
@@ -241,6 +242,18 @@ class TestKilled:
         assert repair_all(tmp_path) == [tmp_path / "last.ckpt"]
         assert repair_all(tmp_path) == []
         assert repair_all(tmp_path / "missing") == []
+
+    def test_a_search_finds_a_lost_target(self, tmp_path: Path) -> None:
+        target = tmp_path / "last.ckpt"
+        publish(target, "old")
+        killed_save(target, "set aside", "renames")
+        assert names_in(tmp_path)[-1].startswith(".")
+        assert checkpoints_in(tmp_path) == {target}
+
+    def test_a_search_finds_a_target_that_a_link_was_about_to_replace(self, tmp_path: Path) -> None:
+        publish(tmp_path / "last.ckpt", "old")
+        (tmp_path / "last.ckpt").rename(tmp_path / f"{LINK_PREFIX}last.ckpt.old")
+        assert checkpoints_in(tmp_path) == {tmp_path / "last.ckpt"}
 
 
 def interrupted_save(target: Path, exchange: bool, *calls: int) -> bool:

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.core.manifest import TrainingProgress
 from lightning_elastic_zero.errors import SaveError, UnsupportedError
+from lightning_elastic_zero.storage.disk_checkpoints import PREVIOUS_PREFIX, StagedDirectory
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint
 from lightning_elastic_zero.trainer.model_checkpoint import (
     LoadedSaves,
@@ -68,6 +69,16 @@ def test_last_saved_on_fewer_ranks_has_no_old_shards(worlds: Pools, tmp_path: Pa
     worlds.run(2, partial(fit, FitCase(root, 1, epochs=2, ckpt_path="last")))
     assert len(list(files.glob("*_optim_states.pt"))) == 2
     assert not [p for p in files.iterdir() if "rank_2" in p.name]
+
+
+def test_last_is_found_after_a_kill_between_two_renames(worlds: Pools, tmp_path: Path) -> None:
+    """Lightning's search would find nothing, and the run would begin again at step 0."""
+    case = FitCase(str(tmp_path), 2)
+    saved = worlds.run(2, partial(fit, case))[0]
+    StagedDirectory.create(tmp_path / "last.ckpt", "killed")
+    (tmp_path / "last.ckpt").rename(tmp_path / f"{PREVIOUS_PREFIX}killed")
+    again = replace(case, epochs=2, ckpt_path="last")
+    assert worlds.run(1, partial(fit, again))[0]["start"] == saved["end"]
 
 
 def test_top_k_keeps_the_checkpoint_resumed_from(worlds: Pools, tmp_path: Path) -> None:
