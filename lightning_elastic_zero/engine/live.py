@@ -77,6 +77,7 @@ from lightning_elastic_zero.engine.muon import (
     partitioned_momentum,
 )
 from lightning_elastic_zero.engine.optimizer import (
+    MODE_KEY,
     describe_groups,
     is_stepped_on_device,
     shared_state,
@@ -167,14 +168,15 @@ class LiveEngine:
         return remove
 
     def updates_state_before_step(self) -> bool:
-        """Whether DeepSpeed changes optimizer state before it calls the optimizer's step.
+        """Whether optimizer state or masters change before the optimizer's step is called.
 
-        With Muon, it updates the momentum when gradients are complete and passes the result to the
-        optimizer as the gradient: in ``step`` in ZeRO-3 and BF16_Optimizer since 0.19.8, otherwise
-        in backward. No other supported wrapper changes state itself.
+        With Muon, DeepSpeed updates the momentum when gradients are complete and passes the result
+        to the optimizer as the gradient: in ``step`` in ZeRO-3 and BF16_Optimizer since 0.19.8,
+        otherwise in backward. No other supported wrapper changes state itself. ``train()`` of a
+        schedule-free optimizer, which a trainer calls after an evaluation, moves the masters.
         """
         groups = self._inner.param_groups if self._wrapper else []
-        return any(group.get("use_muon") for group in groups)
+        return any(group.get("use_muon") or MODE_KEY in group for group in groups)
 
     def keeps_state_in_files(self) -> bool:
         """Whether masters and optimizer states are offloaded to NVMe."""

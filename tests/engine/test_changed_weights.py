@@ -19,6 +19,7 @@ from lightning_elastic_zero.tools.selection import ConvertOptions
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.support.checkpoints import STEPS, Saved, evaluated_weights, save
 from tests.support.engines import Engine, EngineCase, batch, engine_of, inner_of, train, trained
+from tests.support.late_saves import save_late
 from tests.support.oracle import Dump, differences, dump, expected_in, unrounded
 from tests.support.outcome import captured_log
 from tests.support.ranks import Pools, skip_without
@@ -201,6 +202,22 @@ def test_a_snapshot_has_the_weights_of_its_time(
     assert ("module_weights" in kept) == (change is not None)
     found = pools.run(2, partial(resume, setup, Saved(setup, str(path))))
     assert not differences(wanted, found[0][0])
+
+
+def evaluate_and_save_late(saved: Saved) -> None:
+    with engine_of(saved.setup, 0) as engine:
+        set_train(engine)
+        train(engine, saved.setup, 0, STEPS)
+        evaluate(engine)
+        save_late(engine, saved, then=set_train)
+
+
+def test_a_background_save_from_a_device_precedes_a_change_of_mode(
+    pools: Pools, tmp_path: Path
+) -> None:
+    """``train()`` moves the masters before the next step, which waits for the copies."""
+    saved = Saved(EngineCase(2, "1", optimizer=SCHEDULE_FREE), str(tmp_path / "averaged.ckpt"))
+    pools.run(2, partial(evaluate_and_save_late, saved))
 
 
 def saved_state_of_ranks(setup: EngineCase, folder: str) -> list[list[str]]:

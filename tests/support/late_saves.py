@@ -89,8 +89,13 @@ def late_engine(engine: Engine, turn: int) -> Iterator[tuple[CopyEngine, Callabl
     assert late.contexts <= set(DEVICES), late.contexts
 
 
-def save_late(engine: Engine, saved: Saved) -> None:
-    """Save while training waits and while it continues; both must contain the engine's state."""
+def save_late(
+    engine: Engine, saved: Saved, then: Callable[[Engine], None] = lambda _: None
+) -> None:
+    """Save while training waits and while it continues; both must contain the engine's state.
+
+    ``then`` is called right after the second save has returned.
+    """
     setup, first = saved.setup, f"{saved.path}.blocking"
     turn = zlib.crc32(f"{setup} {saved.path.rpartition('/')[2]}".encode())
     before = dump(engine, setup)
@@ -103,6 +108,7 @@ def save_late(engine: Engine, saved: Saved) -> None:
             manager.save(SaveRequest(live(), first, client), ranks)
             after = dump(engine, setup)
             manager.save_async(SaveRequest(live(), saved.path, client), ranks)
+            then(engine)
             train(engine, setup, STEPS, STEPS + 1)
             _end(manager, ranks, late)
         manager.stop(interrupted=False)
