@@ -390,10 +390,12 @@ def describe_unrestored(saved: Manifest, live: Manifest, wanted: RestoreScope) -
         yield from perhaps_renamed(*shapes, have.keys() & want.keys())
     if live.groups and wanted.optimizer_state and not wanted.strict_optimizer:
         yield from _describe_other_owners(saved, live)
-    buffers = set(live.module_buffers) - set(saved.module_buffers)
-    if buffers:
+    held, here = set(saved.module_buffers), set(live.module_buffers)
+    if missing := sorted(here - held):
         text = "buffers not in the checkpoint, left at the current values"
-        yield f"{text}: {list_names(buffers)}"
+        yield f"{text}: {list_names(missing)}"
+    if unused := sorted(held - here):
+        yield f"buffers in the checkpoint, but not in the model: {list_names(unused)}"
 
 
 def _describe_other_owners(saved: Manifest, live: Manifest) -> Iterator[str]:

@@ -288,7 +288,7 @@ class TestNotStrict:
         ]
 
     def test_with_a_fresh_optimizer_trained_weights_may_differ(self) -> None:
-        saved = model(["a", "old"], frozen=("f",))
+        saved = model(["a", "old"], frozen=("f",), module_buffers=("bn.mean", "aged"))
         live = model(["a", "new"], frozen=("g",), module_buffers=("bn.mean", "young"))
         wanted = RestoreScope(optimizer_state=False, strict=False)
         assert differences(saved, live, wanted) == []
@@ -297,6 +297,7 @@ class TestNotStrict:
             "not in the checkpoint, left at the current values: g",
             "in the checkpoint, but not in the model: old, f",
             "buffers not in the checkpoint, left at the current values: young",
+            "buffers in the checkpoint, but not in the model: aged",
         ]
         assert [*describe_unrestored(saved, saved, EVERYTHING)] == []
 
