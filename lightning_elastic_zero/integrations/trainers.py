@@ -300,16 +300,19 @@ class TrainerBinding(TrainerCallback):
         return self._save
 
     def _on_load(self, state: LoopState, loaded: Loaded) -> None:
-        """Record the load, and make its folder the newest one.
+        """Record the load, and make its folder the newest one of this run.
 
         The Trainer deletes the oldest, before a background save is complete; a kill during a
-        deletion or save leaves an incomplete folder that is newer.
+        deletion or save leaves an incomplete folder that is newer. Another run's folders keep
+        their order.
         """
         state.on_load(loaded)
         self._loaded = loaded
         if self._trainer.is_world_process_zero():
             with suppress(OSError):
-                os.utime(loaded.load_dir)
+                folder = loaded.load_dir.resolve()
+                if folder.parent == Path(self._trainer.args.output_dir).resolve():
+                    os.utime(folder)
 
     # -- the callback ----------------------------------------------------------------------------
 

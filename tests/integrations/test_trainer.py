@@ -893,6 +893,18 @@ def test_a_broken_folder_does_not_replace_a_complete_one(
     assert run.kept == [{"checkpoint-10", "checkpoint-15"}, {"checkpoint-15", "checkpoint-16"}]
 
 
+def test_a_load_leaves_the_order_of_another_runs_folders(
+    reference: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """``save_total_limit`` of that run deletes the oldest by time."""
+    folder, _ = reference(stage=2)
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("checkpoint-*")}
+    resume = str(folder / "checkpoint-10")
+    case = TrainerCase(str(tmp_path), stage=2, resume=resume, args={"max_steps": 11})
+    hf_ranks.run(2, partial(train, case))
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("checkpoint-*")} == times
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_deleted_trainer_is_freed(bound: bool, hf_ranks: Pools, tmp_path: Path) -> None:
