@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import closing
@@ -40,6 +41,7 @@ from lightning_elastic_zero.errors import (
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.integrations.differences import (
+    length_of,
     samplers_of,
     skip_differences,
     warn_of_data,
@@ -55,6 +57,7 @@ from lightning_elastic_zero.integrations.engines import (
     is_engine,
 )
 from lightning_elastic_zero.integrations.sequences import (
+    batch_sampler_of,
     is_adapter,
     sequence_ranks,
     shared_loader,
@@ -545,17 +548,20 @@ class LoopState:
     def _warn_of_position(self, loaded: Loaded, loader: Any) -> None:
         """Warn if the loop's position in a loader, or its order, is not the saved one."""
         accelerator, steps = self.accelerator, loaded.result.manifest.progress.global_steps
-        sampler: Any = getattr(loader, "batch_sampler", None)
-        skipped = sampler.skip_batches if isinstance(sampler, SkipBatchSampler) else 0
         done = steps * accelerator.gradient_accumulation_steps
         differences: list[str] = []
-        whole = sampler.batch_sampler if skipped else sampler
-        if isinstance(whole, Sized) and isinstance(loader, DataLoader):
+        skipped, batches = 0, None
+        if isinstance(loader, DataLoader):
+            batches, _ = samplers_of(loader)
+            sampler = batch_sampler_of(loader)
+            skips: Any = sampler if isinstance(sampler, SkipBatchSampler) else loader
+            skipped = getattr(skips, "skip_batches", 0)  # the loader's, of a stream
+            whole = loader if skips is loader else sampler.batch_sampler
+            per_epoch = length_of(whole) or sys.maxsize  # the first epoch may be the only one
             epochs = loaded.record.get(_LOADERS, {}).get(_describe_loader(loader), [])
-            if not epochs or done // len(whole) in epochs:  # else the loop leaves epochs early
+            if not epochs or done // per_epoch in epochs:  # else the loop leaves epochs early
                 old = steps * loaded.accumulate
-                differences += skip_differences(skipped, old, done, len(whole))
-        batches, _ = samplers_of(loader) if isinstance(loader, DataLoader) else (None, None)
+                differences += skip_differences(skipped, old, done, per_epoch)
         from_or_to_one = (loaded.grid.data == 1) != (grid_of(accelerator).data == 1)
         if from_or_to_one and hasattr(batches, "set_epoch"):
             differences.append(

@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from fractions import Fraction
 from functools import partial
@@ -29,7 +29,7 @@ from torch.utils.data import (
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS
 from lightning_elastic_zero.engine.tensor_parallel import global_batch
 from lightning_elastic_zero.integrations.engines import Loaded
-from lightning_elastic_zero.integrations.sequences import sequence_ranks
+from lightning_elastic_zero.integrations.sequences import batch_sampler_of, sequence_ranks
 from lightning_elastic_zero.integrations.tensor_ranks import grid_of
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ def _remainders(loader: Any, samples: int, rounds: set[int]) -> Iterator[str]:
     batches, sampler = samplers_of(loader)
     counted = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
     each = getattr(batches, "batch_size", None) or 0 if sampler is batches else 1
-    count = len(counted) * each if isinstance(counted, Sized) else 0
+    count = length_of(counted) * each
     rest = count % samples
     if not any(count % each for each in rounds):
         return
@@ -212,10 +212,17 @@ def _remainders(loader: Any, samples: int, rounds: set[int]) -> Iterator[str]:
 
 def samplers_of(loader: Any) -> tuple[Any, Any]:
     """Return the batch sampler and the sampler of a loader that accelerate has prepared."""
-    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    batches = batch_sampler_of(loader)
     while hasattr(batches, "batch_sampler"):  # shards, and skipped batches
         batches = batches.batch_sampler
     return batches, getattr(batches, "sampler", batches)
+
+
+def length_of(value: Any) -> int:
+    """Return the length of a loader or sampler; 0 if it is not known."""
+    with suppress(TypeError, AttributeError, NotImplementedError):  # a wrapper asks another object
+        return len(value)
+    return 0
 
 
 def skip_differences(skipped: int, old: int, now: int, per_epoch: int) -> Iterator[str]:
@@ -272,7 +279,7 @@ def _data_differences(trainer: Any, loaded: Loaded, loader: Any) -> Iterator[str
         yield from _epoch_differences(args, state, loader)
     if args.ignore_data_skip:
         yield "ignore_data_skip=True: the epoch begins again at its first sample"
-    if state.epoch and state.epoch >= 1 and not _batches_in(loader):
+    if state.epoch and state.epoch >= 1 and not length_of(loader):
         yield (
             "the Trainer does not find its position in a later pass over an iterable dataset "
             "without a length: define __len__"
@@ -298,7 +305,7 @@ def _epoch_differences(args: Any, state: Any, loader: Any) -> Iterator[str]:
     if stops and saved % 1:
         yield "a callback has ended the saved epoch (should_epoch_stop): the resume continues it"
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    batches, accumulate = _batches_in(loader), args.gradient_accumulation_steps
+    batches, accumulate = length_of(loader), args.gradient_accumulation_steps
     if is_stream or not batches:
         return
     steps = -(-batches // accumulate)
@@ -311,13 +318,6 @@ def _epoch_differences(args: Any, state: Any, loader: Any) -> Iterator[str]:
             f"{resumed:.2f}, which it computes from {state.global_step} steps with {steps} per "
             "epoch: a callback has ended an epoch (should_epoch_stop), or the dataset has changed"
         )
-
-
-def _batches_in(loader: Any) -> int:
-    """Return the batches of an epoch; 0 if they are unknown."""
-    with suppress(TypeError, AttributeError, NotImplementedError):
-        return len(loader)
-    return 0
 
 
 def _generation_differences(args: Any, state: Any) -> Iterator[str]:

@@ -61,7 +61,7 @@ def shared_loader(adapter: Any, rank: int) -> Any:
             "distributes to the ranks"
         )
         raise UnsupportedError(msg)
-    batches = _batch_sampler(loader)
+    batches = batch_sampler_of(loader)
     data_ranks = batches.num_processes // adapter.sp_world_size
     data_rank, turn = divmod(rank, adapter.sp_world_size)
     batches.process_index = turn * data_ranks + data_rank
@@ -80,7 +80,7 @@ def shared_loader(adapter: Any, rank: int) -> Any:
 
 def _unsupported(loader: Any) -> str:
     """Return why a loader cannot be shared, and the remedy; empty if it can."""
-    batches = _batch_sampler(loader)
+    batches = batch_sampler_of(loader)
     if isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, IterableDataset):
         return "an iterable dataset or dispatch_batches=True"
     if not (isinstance(loader, DataLoaderShard) and isinstance(batches, BatchSamplerShard)):
@@ -94,7 +94,8 @@ def _unsupported(loader: Any) -> str:
     return ""
 
 
-def _batch_sampler(loader: Any) -> Any:
+def batch_sampler_of(loader: Any) -> Any:
+    """Return what gives a loader the indices of each batch."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 

@@ -39,6 +39,7 @@ from tests.integrations._hf_programs import (
     EpochTokens,
     Run,
     State,
+    Stream,
     Tokens,
     _seen,
     all_seen,
@@ -80,8 +81,10 @@ class LoopCase:
     dropout: float = 0.0
     epoch_data: bool = False
     """Whether the data set has ``set_epoch``."""
-    dispatch: bool = False
-    """Whether rank 0 reads the batches of all ranks."""
+    dispatch: bool | None = None
+    """Whether rank 0 reads the batches of all ranks; None: of a stream only."""
+    stream: bool = False
+    """Whether the data set is iterable and has no length."""
     save_within: int = 0
     """Step in which a state is saved after its first micro-batch, too."""
     split: bool = False
@@ -174,7 +177,7 @@ def _loop(case: LoopCase, run: Run) -> None:
         step_scheduler_with_optimizer=not case.steps_per,
         dataloader_config=DataLoaderConfiguration(
             use_seedable_sampler=case.seedable,
-            dispatch_batches=case.dispatch or None,
+            dispatch_batches=case.dispatch,
             split_batches=case.split,
         ),
     )
@@ -184,10 +187,11 @@ def _loop(case: LoopCase, run: Run) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sampler = sampler_of(case.sampler, case.samples) if case.sampler else None
     batch_size = micro * (accelerator.num_processes if case.split else 1)
+    data: Any = EpochTokens(case.samples) if case.epoch_data else Tokens(case.samples)
     loader: Any = DataLoader(
-        EpochTokens(case.samples) if case.epoch_data else Tokens(case.samples),
+        Stream(case.samples) if case.stream else data,
         batch_size=batch_size,
-        shuffle=sampler is None,
+        shuffle=sampler is None and not case.stream,
         sampler=sampler,
         drop_last=case.drop_last,
     )
@@ -224,7 +228,7 @@ def _loop(case: LoopCase, run: Run) -> None:
             loader.set_epoch(step // per_epoch)
         skip = step % per_epoch * accumulate
         if case.skipped is not None and step == case.start:
-            skip = case.skipped % len(loader)
+            skip = case.skipped if case.stream else case.skipped % len(loader)
         begun = [accelerator.skip_first_batches(x, skip) if skip else x for x in loaders]
         model.train()
         for batches in zip(*begun, strict=False):

@@ -301,6 +301,37 @@ def test_a_schedule_of_deepspeed_in_a_stock_folder_is_compared_by_its_rate(
     assert sum("the learning rate jumps from" in warning for warning in run.warnings) == 1
 
 
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("dispatch", [None, False])
+@pytest.mark.parametrize("world", [3, 2])
+def test_a_stream_is_read_again(
+    world: int, dispatch: bool | None, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Its loader has no length."""
+    case = LoopCase(stream=True, dispatch=dispatch, samples=84, steps=4)
+    whole = replace(case, folder=str(tmp_path), save_at=(3,))
+    full_run, *_ = hf_ranks.run(2, partial(loop, whole))
+    resumed = replace(case, load=f"{tmp_path}/step_3", start=3)
+    run, *_ = hf_ranks.run(world, partial(loop, resumed))
+    assert run.samples[4] == full_run.samples[4]
+    words = "an iterable dataset is read again up to the resumed batch"
+    assert [words in warning for warning in run.warnings] == [True] * (world != 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dispatch", [None, False])
+def test_batches_of_a_stream_that_are_skipped_cause_a_warning(
+    dispatch: bool | None, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Without a length, only the first epoch's number is known."""
+    case = LoopCase(stream=True, dispatch=dispatch, steps=4)
+    hf_ranks.run(2, partial(loop, replace(case, folder=str(tmp_path), save_at=(3,))))
+    resumed = replace(case, load=f"{tmp_path}/step_3", start=3, skipped=9)
+    run, *_ = hf_ranks.run(3, partial(loop, resumed))
+    assert ["9 batches of the epoch are skipped" in w for w in run.warnings] == [True]
+    assert "skip 6: multiply the optimizer steps" in run.warnings[0]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("start", "exact"), [(6, False), (8, False), (12, True)])
 def test_batches_of_the_old_run_that_are_skipped_cause_a_warning(

@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerControl
 
 from lightning_elastic_zero.integrations.differences import (
@@ -20,7 +22,9 @@ from lightning_elastic_zero.integrations.differences import (
     _sequence_differences,
     _warn_if_counted,
     _watch_evaluation,
+    length_of,
 )
+from tests.integrations._hf_programs import Stream
 
 
 class Ignores(Trainer):
@@ -151,6 +155,15 @@ def test_a_save_at_the_end_of_a_shortened_epoch_is_found() -> None:
         assert ["(should_epoch_stop): the resume continues it" in t for t in found] == (
             [True] if epoch < 1 else []
         )
+
+
+def test_a_length_may_be_unknown() -> None:
+    """Samplers may be of a class with ``__len__``, which then fails."""
+    stream = DataLoader(Stream(8), batch_size=2)
+    unsized: Any = BatchSamplerShard(iter([[0, 1]]), 2)
+    for value in (None, stream, stream.batch_sampler, unsized, SkipBatchSampler(unsized, 1)):
+        assert length_of(value) == 0
+    assert length_of(DataLoader(range(8), batch_size=2)) == 4  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
