@@ -4,7 +4,8 @@
 
     <parent>/<name>/manifest.json           the commit: a manifest, or a link to another name
     <parent>/<name>/<save id>/...           the files of a save
-    <parent>/.zero-owner-<save id>.json     the process that writes it; touched every minute
+    <parent>/.zero-owner-<save id>.json     the process that writes or deletes it; while it writes,
+                                            touched every minute
 
 A save writes its files first. Then one conditional write of ``manifest.json`` publishes it: it
 succeeds only if the object is still what it was when the save began. So readers see the old
@@ -18,8 +19,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -211,6 +212,26 @@ def unique_commit(kind: str, **fields: str) -> bytes:
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
+@contextmanager
+def owned_deletion(path: StorePath, commit: Commit, progress: Progress) -> Iterator[None]:
+    """Name this process as the owner of a commit's files while it deletes them.
+
+    If it is killed, or the store fails, a later save into the folder deletes the rest
+    (``remove_leftovers``). Where one process writes, it repeats the deletion itself.
+    """
+    if path.store.has_one_writer or not SAVE_ID.fullmatch(commit.save_id):
+        yield
+        return
+    owner = path.parent / f"{OWNER_PREFIX}{commit.save_id}.json"
+    path.store.put(owner.key, ProcessIdentity.of_this_process(path.name).to_json(), progress)
+    try:
+        yield
+    except FileExistsError:  # Another process has replaced the commit, and deletes its files.
+        path.store.delete([owner.key], progress)
+        raise
+    path.store.delete([owner.key], progress)
+
+
 def delete_replaced(path: StorePath, commit: Commit, progress: Progress) -> None:
     """Delete the files of a checkpoint whose manifest is gone; of a link there are none."""
     if not commit.save_id:
@@ -393,10 +414,25 @@ class StagedObjects:
             FileExistsError: it was, because this process seemed to be dead.
         """
         with self._lock:
+            store, key = self.target.store, self._owner.key
             self._owner_data += b"\n"  # Different each time, as a swap requires.
-            self._owner_version = self.target.store.swap(
-                self._owner.key, self._owner_data, self._owner_version
-            )
+            try:
+                self._owner_version = store.swap(key, self._owner_data, self._owner_version)
+            except FileExistsError:
+                version = self._version_of_lost_touch()
+                if version is None:
+                    raise
+                self._owner_version = store.swap(key, self._owner_data, version)
+
+    def _version_of_lost_touch(self) -> Version | None:
+        """Return the version of the owner object if this process has written it; else None.
+
+        The store may have carried out a touch whose result it could not report.
+        """
+        with suppress(FileNotFoundError):
+            data, version, _ = self.target.store.get(self._owner.key)
+            return version if data.rstrip() == self._owner_data.rstrip() else None
+        return None
 
     def seal(self, manifest: bytes) -> None:
         """Set the manifest, which ``put_in_place`` writes."""
@@ -492,10 +528,10 @@ class StagedObjects:
         """
         with suppress(OSError):
             commit = read_commit(self.target)
-            is_published = commit is not None and commit.save_id == self._save_id
-            if is_published or not self._is_committing:
-                if not is_published:
-                    _delete_files(self.target, self._save_id, NO_PROGRESS)
+            if commit is not None and commit.save_id == self._save_id:
+                self.clean(NO_PROGRESS)
+            elif not self._is_committing:
+                _delete_files(self.target, self._save_id, NO_PROGRESS)
                 self.target.store.delete([self._owner.key])
 
 

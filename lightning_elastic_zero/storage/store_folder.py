@@ -30,6 +30,7 @@ from lightning_elastic_zero.storage.store_checkpoints import (
     delete_replaced,
     file_sizes,
     inspect_target,
+    owned_deletion,
     read_any_commit,
     read_commit,
     unique_commit,
@@ -152,7 +153,7 @@ class StoreFolder(Folder):
         if existing.refusal_reason or commit is None or is_left:  # to another process
             return existing.refusal_reason
         if commit.is_deleted or expected in {None, commit.identity}:
-            with suppress(FileExistsError):
+            with suppress(FileExistsError), owned_deletion(self.path, commit, progress):
                 deleted = unique_commit(DELETED_FORMAT, save_id=commit.save_id)
                 store.swap(key, deleted, commit.version, progress)
                 store.delete([key], progress)

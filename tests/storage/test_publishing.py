@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -511,6 +512,64 @@ def test_an_owner_that_cannot_be_written_is_reported_once(
     thread._call()
     [line] = [r.getMessage() for r in caplog.records if "other runs consider" in r.getMessage()]
     assert f".zero-owner-{staged.path.name}.json cannot be written" in line
+
+
+def test_a_touch_with_an_unknown_result_does_not_end_the_save(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store carries it out, but answers neither it nor the read that follows."""
+    staged = begin(folder / "a.ckpt")
+    with monkeypatch.context() as patched:
+        swap = folder.store.swap
+
+        def swap_unseen(*args: Any) -> Version:
+            swap(*args)
+            raise OSError(errno.EIO, "no answer")
+
+        patched.setattr(folder.store, "swap", swap_unseen)
+        with pytest.raises(OSError, match="no answer"):
+            staged._touch()
+    staged.put_in_place()
+    staged.clean(NO_PROGRESS)
+    assert keys(folder) == PUBLISHED
+
+
+def test_a_commit_with_an_unknown_result_leaves_nothing_of_the_replaced_checkpoint(
+    folder: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced = publish(folder / "a.ckpt")
+    staged = begin(folder / "a.ckpt", b"new")
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "no answer")
+
+    at_request(folder, monkeypatch, "swap", "manifest.json", fail, after=True)
+    with pytest.raises(SaveError, match="no answer"):
+        staged.put_in_place()
+    staged.abandon()
+    assert not folder.store.objects_below(replaced.path.key)
+    assert keys(folder) == PUBLISHED
+
+
+@pytest.mark.parametrize("last", ["swap", "delete"])
+def test_a_later_save_ends_the_deletion_of_a_killed_process(
+    last: str, folder: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after it replaced the manifest, or deleted it."""
+    publish(folder / "a.ckpt")
+    publish(folder / "b.ckpt")
+
+    def kill() -> None:
+        raise KeyboardInterrupt
+
+    at_request(folder, monkeypatch, last, "a.ckpt/manifest.json", kill, after=True)
+    with pytest.raises(KeyboardInterrupt):
+        folder_at(folder / "a.ckpt").delete()
+    consider_dead(monkeypatch)
+    assert len(remove_leftovers(folder)) == 1
+    left = {"a.ckpt/manifest.json"} if last == "swap" else set()
+    assert keys(folder) == left | {name.replace("a.ckpt", "b.ckpt") for name in PUBLISHED}
+    assert not folder_at(folder / "a.ckpt").exists()
 
 
 def test_only_the_intended_checkpoint_is_deleted(
