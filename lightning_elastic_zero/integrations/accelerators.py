@@ -86,6 +86,9 @@ _UNITS = "elastic_units"
 _ORIGINAL = "elastic_original"
 """Attribute of a converted function: the user's function, for another load."""
 
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+"""Entry of DeepSpeed's configuration; if it is ``auto``, accelerate takes it from the loaders."""
+
 _STEPS = "lightning_elastic_zero.json"
 """File next to accelerate's own: the step of each engine at which they were written."""
 
@@ -193,12 +196,17 @@ class AcceleratorBinding:
     # -- engines ---------------------------------------------------------------------------------
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_counted = self._accelerator.deepspeed_plugin.is_auto(_MICRO_BATCH)
         prepared = prepare(*args, **kwargs)
         each = prepared if isinstance(prepared, tuple) else (prepared,)
         self._bind_engines(each)
-        if isinstance(prepared, tuple):
-            return tuple(map(self._with_epochs, prepared))
-        return self._with_epochs(prepared)
+        each = tuple(map(self._with_epochs, each))
+        if is_counted and any(map(is_engine, each)):
+            pairs = zip(args, each, strict=True)
+            loaders = [pair for pair in pairs if isinstance(pair[0], DataLoader)]
+            check = partial(_check_counted, self._accelerator, loaders)
+            _before_first_step(self._accelerator, check)
+        return each if isinstance(prepared, tuple) else each[0]
 
     def _prepare_data_loader(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loader = prepare(*args, **kwargs)
@@ -480,7 +488,7 @@ class LoopState:
         file, is_own = loaded.load_dir / f"{RNG_STATE_NAME}_{counterpart}.pkl", counterpart == rank
         entry = f"torch_{device.type}_manual_seed"
         take_device_state(file, entry, counterpart, device, is_own=is_own)
-        self._warn_at_first_step(loaded)
+        _before_first_step(self.accelerator, partial(self._at_first_step, loaded))
 
     def _restore_schedulers(self, loaded: Loaded) -> None:
         accelerator, was = self.accelerator, loaded.grid.ranks
@@ -527,23 +535,14 @@ class LoopState:
                 ", ".join(unknown),
             )
 
-    def _warn_at_first_step(self, loaded: Loaded) -> None:
-        """At the first loss, warn of differences in the data and count skipped loaders' epochs."""
-        backward = self.accelerator.backward
-        first = functools.wraps(backward)(partial(self._first_backward, backward, loaded))
-        self.accelerator.backward = first
-
-    def _first_backward(
-        self, backward: Callable[..., Any], loaded: Loaded, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _at_first_step(self, loaded: Loaded) -> None:
+        """Warn of differences in the data, and count skipped loaders' epochs."""
         accelerator = self.accelerator
-        accelerator.backward = backward
         self._warn_of_position(loaded, accelerator.gradient_state.active_dataloader)
         for begun in accelerator.gradient_state.dataloader_references:
             for prepared in accelerator._dataloaders:
                 if _skips_batches_of(begun, prepared):
                     begun.end = partial(_end_and_count, begun.end, begun, prepared)
-        return backward(*args, **kwargs)
 
     def _warn_of_position(self, loaded: Loaded, loader: Any) -> None:
         """Warn if the loop's position in a loader, or its order, is not the saved one."""
@@ -576,6 +575,45 @@ class LoopState:
             in_first_epoch=skipped >= done,  # batches of earlier epochs are not skipped
             differences=differences,
         )
+
+
+def _before_first_step(accelerator: Any, action: Callable[[], None]) -> None:
+    """Call ``action`` before the next ``backward``, when the loop's loader is known."""
+    backward = accelerator.backward
+
+    @functools.wraps(backward)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        accelerator.backward = backward
+        action()
+        return backward(*args, **kwargs)
+
+    accelerator.backward = first
+
+
+def _check_counted(accelerator: Any, loaders: list[tuple[Any, Any]]) -> None:
+    """Refuse a micro-batch size that accelerate has taken from another loader than the loop's.
+
+    Args:
+        accelerator: accelerate's, of an engine whose micro-batch size was ``auto``.
+        loaders: those that were prepared with the engine, each as the user's and as prepared.
+
+    Raises:
+        UnsupportedError: checkpoints would record another number of samples per step.
+    """
+    ranks = accelerator.num_processes if accelerator.split_batches else 1
+    sizes = [loader.batch_size // ranks for loader, _ in loaders]
+    counted = (min if accelerator.deepspeed_plugin.is_train_batch_min else max)(sizes)
+    begun = accelerator.gradient_state.active_dataloader
+    for size, (_, prepared) in zip(sizes, loaders, strict=True):
+        if size != counted and (begun is prepared or _skips_batches_of(begun, prepared)):
+            msg = (
+                f"the training loader gives {size} samples to a rank, but another one of the same "
+                f"prepare() gives {counted}, which accelerate takes for {_MICRO_BATCH}: "
+                "checkpoints would record another number of samples per step. Set "
+                f"{_MICRO_BATCH}={size} in DeepSpeed's configuration. To load a checkpoint that "
+                "has recorded the wrong number, also pass allow_global_batch_change=True once"
+            )
+            raise UnsupportedError(msg)
 
 
 def _load_rank_state(loaded: Loaded, rank: int) -> dict[str, Any]:

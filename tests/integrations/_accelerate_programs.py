@@ -301,6 +301,24 @@ def is_freed(*, bound: bool) -> bool:
     return held[0]() is None and held[1]() is None
 
 
+def first_step_with_evaluation(micro: int, evaluated: int) -> str:
+    """Prepare two loaders with a model, all batch sizes ``auto``; return the first step's error."""
+    use_gloo()
+    plugin = DeepSpeedPlugin(hf_ds_config=ds_config(2, {}))
+    accelerator = elastic(Accelerator(deepspeed_plugin=plugin))
+    model: Any = tiny_model()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader, evaluation = accelerator.prepare(
+        model, optimizer, *(DataLoader(Tokens(32), batch_size=size) for size in (micro, evaluated))
+    )
+    next(iter(evaluation))
+    loader = accelerator.skip_first_batches(loader, 1)
+    error = error_text(lambda: accelerator.backward(model(**next(iter(loader))).loss))
+    model.destroy()
+    _end(accelerator)
+    return error
+
+
 def two_engines(
     folder: str, *, teacher: bool, load: bool, asynchronous: bool = False
 ) -> list[State]:

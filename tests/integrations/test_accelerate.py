@@ -20,6 +20,7 @@ pytest.importorskip("accelerate")
 from tests.integrations._accelerate_programs import (
     LoopCase,
     fall_back_with_two_engines,
+    first_step_with_evaluation,
     is_freed,
     load_unseen,
     loop,
@@ -361,6 +362,18 @@ def test_an_accelerator_whose_engine_only_is_elastic_is_refused_on_other_counts(
         assert "call elastic(accelerator)" in failure
     run, *_ = hf_ranks.run(2, partial(loop, case))
     assert_continues(run, full_run, range(9, 13))
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(("evaluated", "is_refused"), [(2, True), (8, False)])
+def test_a_global_batch_that_is_counted_from_another_loader_is_refused(
+    evaluated: int, is_refused: bool, hf_ranks: Pools
+) -> None:
+    """Checkpoints would record it, and a resume on other counts be refused with wrong advice."""
+    for error in hf_ranks.run(2, partial(first_step_with_evaluation, 4, evaluated)):
+        words = "Set train_micro_batch_size_per_gpu=4 in DeepSpeed's configuration"
+        assert (words in error) is is_refused, error
+        assert bool(error) is is_refused
 
 
 @pytest.mark.long
