@@ -87,6 +87,7 @@ from lightning_elastic_zero.engine.optimizer import (
 )
 from lightning_elastic_zero.engine.optimizer_checks import (
     check_configured_state,
+    check_lacking_hyperparameters,
     check_same_optimizer,
     check_unnamed_hyperparameters,
     check_unnamed_state,
@@ -489,7 +490,10 @@ class LiveEngine:
             check_unnamed_hyperparameters(source.groups, self._groups(), self._inner)
             if state:
                 check_unnamed_state(source.groups, self._inner, stepped=stepped)
-        warnings = [weight_decay_change(source, self._inner)] if hyperparameters else []
+        warnings = []
+        if hyperparameters:
+            warnings.append(check_lacking_hyperparameters(source, self._inner))
+            warnings.append(weight_decay_change(source, self._inner))
         if state and not (hyperparameters and saved == type(self._inner).__name__):
             warnings.append(
                 check_configured_state(source.groups, self._inner, hyperparameters=hyperparameters)

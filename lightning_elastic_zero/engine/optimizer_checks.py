@@ -17,6 +17,8 @@ from lightning_elastic_zero.engine.optimizer import (
     BITSANDBYTES,
     EXECUTION_KEYS,
     SCHEDULER_KEYS,
+    converts_adam_states,
+    group_counters,
     package_of,
     probe_after_a_step,
 )
@@ -43,6 +45,11 @@ DECOUPLED_KEY = "decoupled_weight_decay"
 """Where newer releases of torch store the kind. DeepSpeed's optimizers have an attribute."""
 BY_CLASS = {"AdamW": True, "Adam": False}
 NAMED = {True: "decoupled (AdamW's)", False: "in the gradient (Adam's)"}
+BY_DEFAULT = "decoupled (unless DeepSpeed's Adam had adam_w_mode=False)"
+"""The saved groups of DeepSpeed's optimizers do not name the kind."""
+
+NEUTRAL = {"bias_correction": True}
+"""The values of settings without effect; of others, 0 and False."""
 
 
 def check_same_optimizer(saved: str, inner: Any, states: Collection[str]) -> None:
@@ -52,19 +59,32 @@ def check_same_optimizer(saved: str, inner: Any, states: Collection[str]) -> Non
     only the class names are equal.
     """
     live, package = type(inner).__name__, package_of(inner)
-    if hasattr(torch.optim, live) and states and ("state1" in states) != (package == BITSANDBYTES):
+    renamed = hasattr(torch.optim, live) and ("state1" in states) != (package == BITSANDBYTES)
+    known = {saved, live} <= ADAM_FAMILY
+    if states and (renamed or (known and _counts_elsewhere(inner, states))):
         msg = (
             f"the optimizer states {sorted(states)} were saved by {saved} of another package than "
             f"this run's {package}.{live}: configure the saved optimizer, or {FRESH}"
         )
         raise CheckpointMismatchError(msg)
-    if saved == live or {saved, live} <= ADAM_FAMILY:
+    if saved == live or known:
         return
     msg = (
         f"the optimizer's state and hyperparameters were saved by {saved}, this run has {live}: "
         f"configure {saved}, or {FRESH}"
     )
     raise CheckpointMismatchError(msg)
+
+
+def _counts_elsewhere(inner: Any, states: Collection[str]) -> bool:
+    """Whether only one of two Adams counts its steps in its states.
+
+    apex's FusedAdam counts in its groups: it would start at 0 on another one's moments.
+    """
+    if "step" in states and converts_adam_states(inner):
+        return False
+    kept = _kept_states(inner, 0, {}) or set()
+    return bool(kept) and ("step" in kept) != ("step" in states)
 
 
 def check_unnamed_state(saved: Sequence[Group], inner: Any, *, stepped: bool) -> None:
@@ -193,10 +213,12 @@ def weight_decay_change(source: Manifest, inner: Any) -> str:
     ):
         known = saved_group.hyperparameters
         was = known.get(DECOUPLED_KEY, BY_CLASS.get(source.writer.optimizer))
+        assumed = was is None and "bias_correction" in known and not hasattr(inner, "adam_w_mode")
+        was = True if assumed else was
         now = live_group.get(DECOUPLED_KEY, getattr(inner, "adam_w_mode", BY_CLASS.get(name)))
         if not known.get("weight_decay") or None in (was, now) or bool(was) == bool(now):
             continue
-        was_kind, now_kind = NAMED[bool(was)], NAMED[bool(now)]
+        was_kind, now_kind = BY_DEFAULT if assumed else NAMED[bool(was)], NAMED[bool(now)]
         if DECOUPLED_KEY in known and DECOUPLED_KEY in live_group:
             return (
                 f"Weight decay of parameter group {index} stays {was_kind}, as in the checkpoint; "
@@ -209,3 +231,40 @@ def weight_decay_change(source: Manifest, inner: Any) -> str:
             "continue as before."
         )
     return ""
+
+
+def check_lacking_hyperparameters(source: Manifest, inner: Any) -> str:
+    """Return a warning that lists saved numbers that another optimizer of the family lacks, or "".
+
+    Raises CheckpointMismatchError if the sign of the update depends on one.
+    """
+    name = type(inner).__name__
+    if source.writer.optimizer == name:
+        return ""
+    lacking = []
+    counters = group_counters(inner)
+    # DeepSpeed's CPU Adam has this key, but only its constructor reads it.
+    ignored = {"amsgrad"} if hasattr(inner, "adam_w_mode") else set()
+    for index, (saved_group, live_group) in enumerate(
+        zip(source.groups, inner.param_groups, strict=False)
+    ):
+        had = saved_group.hyperparameters
+        beyond = _own_keys(had) - (live_group.keys() - ignored)
+        for key in sorted(beyond - counters - {DECOUPLED_KEY}):
+            value = had[key]
+            if not isinstance(value, (bool, int, float)) or value == NEUTRAL.get(key, False):
+                continue
+            if key == "maximize":
+                msg = (
+                    f"parameter group {index} was saved with maximize=True, which {name} lacks: it "
+                    "would minimize. Configure the saved optimizer, or negate the loss and pass "
+                    "load_hyperparameters=False"
+                )
+                raise CheckpointMismatchError(msg)
+            lacking.append(f"parameter group {index} had {key}={value!r}")
+    if not lacking:
+        return ""
+    return (
+        f"{name} ignores them, so steps will differ: {'; '.join(lacking)}. Configure the saved "
+        "optimizer to continue as before."
+    )

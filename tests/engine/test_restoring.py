@@ -38,6 +38,8 @@ from lightning_elastic_zero.engine.optimizer import (
 )
 from lightning_elastic_zero.engine.optimizer_checks import (
     check_configured_state,
+    check_lacking_hyperparameters,
+    check_same_optimizer,
     check_unnamed_hyperparameters,
     check_unnamed_state,
     weight_decay_change,
@@ -409,6 +411,84 @@ def test_deepspeeds_kind_of_weight_decay_is_compared() -> None:
     assert found[0] + found[-1] == "W."
     same = own(optimizer(torch.optim.AdamW, weight_decay=0.1))
     assert not weight_decay_change(manifest(same), inner)
+
+
+@pytest.mark.parametrize("saved_by", ["", "FusedAdam", "DeepSpeedCPUAdam"])
+def test_decay_that_deepspeed_decouples_by_default_is_compared(saved_by: str) -> None:
+    """Its groups do not name the kind."""
+    saved = manifest(Group(("a",), {**FUSED_ADAM, "weight_decay": 0.1}, ()), saved_by)
+    found = weight_decay_change(saved, optimizer(torch.optim.Adam, weight_decay=0.1))
+    assert "was decoupled (unless DeepSpeed's Adam had adam_w_mode=False)" in found
+    assert "is in the gradient (Adam's) with Adam" in found
+    assert not weight_decay_change(saved, optimizer(torch.optim.AdamW, weight_decay=0.1))
+    coupled = optimizer(DeepSpeedCPUAdam, weight_decay=0.1)
+    del coupled.param_groups[0]["decoupled_weight_decay"]
+    coupled.__dict__["adam_w_mode"] = False
+    assert not weight_decay_change(saved, coupled)  # nothing tells that the saved one was not
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Counts its steps in its groups, as apex's does; its groups have DeepSpeed's keys."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, dict(FUSED_ADAM))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                self.state[p] |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": p.clone()}
+
+
+@pytest.mark.parametrize("saved_by", ["AdamW", "FusedAdam", "DeepSpeedCPUAdam"])
+def test_a_step_count_that_the_optimizer_does_not_read_is_refused(saved_by: str) -> None:
+    """Bias correction would restart on old moments."""
+    inner, moments = optimizer(FusedAdam), {"exp_avg", "exp_avg_sq"}
+    with pytest.raises(CheckpointMismatchError, match="another package than this run's tests"):
+        check_same_optimizer(saved_by, inner, {*moments, "step"})
+    check_same_optimizer("FusedAdam", inner, moments)
+    check_same_optimizer(saved_by, inner, ())  # hyperparameters only
+    with pytest.raises(CheckpointMismatchError, match="configure SGD"):
+        check_same_optimizer("SGD", optimizer(torch.optim.AdamW), {"momentum_buffer"})
+
+
+LACKING: list[tuple[Kind, dict[str, Any], str]] = [
+    (torch.optim.AdamW, {"amsgrad": True}, "group 0 had amsgrad=True"),
+    (torch.optim.AdamW, {"fused": True, "initial_lr": 0.1, "name": "decay", "step": 3}, ""),
+    (torch.optim.Adam, {"lr_scale": 0.5}, "group 0 had lr_scale=0.5"),
+]
+
+
+@pytest.mark.parametrize(("saved", "options", "message"), LACKING)
+def test_hyperparameters_that_another_adam_lacks_are_a_warning(
+    saved: Kind, options: dict[str, Any], message: str
+) -> None:
+    trained, inner = optimizer(saved), optimizer(FusedAdam)
+    found = check_lacking_hyperparameters(manifest(own(trained, **options), saved.__name__), inner)
+    assert (message in found) if message else not found
+    assert not message or "FusedAdam ignores them" in found
+    same = manifest(own(trained, **options), "FusedAdam")
+    assert not check_lacking_hyperparameters(same, inner)
+
+
+def test_deepspeeds_adam_ignores_amsgrad_and_torchs_corrects_the_bias() -> None:
+    """DeepSpeed's CPU Adam has the key, and refuses it in its constructor only."""
+    held = manifest(own(optimizer(torch.optim.AdamW, amsgrad=True)), "AdamW")
+    assert "amsgrad=True" in check_lacking_hyperparameters(held, optimizer(DeepSpeedCPUAdam))
+    for corrects in (True, False):
+        group = Group(("a",), {**FUSED_ADAM, "bias_correction": corrects}, ())
+        inner = optimizer(torch.optim.AdamW)
+        found = check_lacking_hyperparameters(manifest(group, "FusedAdam"), inner)
+        assert ("bias_correction=False" in found) == (not corrects)
+
+
+@pytest.mark.parametrize("saved_by", ["", "AdamW"])
+def test_a_run_that_maximized_does_not_resume_minimizing(saved_by: str) -> None:
+    held = manifest(own(optimizer(torch.optim.AdamW, maximize=True)), saved_by)
+    with pytest.raises(CheckpointMismatchError, match=r"maximize=True.*FusedAdam") as refused:
+        check_lacking_hyperparameters(held, optimizer(FusedAdam))
+    assert "load_hyperparameters=False" in str(refused.value)
+    assert not check_lacking_hyperparameters(held, optimizer(torch.optim.Adam))
 
 
 @pytest.mark.parametrize(("saved_by", "mine"), [("Adam", 3), ("AdamW", None)])
