@@ -7,10 +7,11 @@ random states, and waits for saves. Everything that the engines need is in one `
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -60,8 +61,14 @@ from lightning_elastic_zero.integrations.tensor_ranks import (
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import read_file
 
+log = logging.getLogger(__name__)
+
 _FOLDER = "resume_from_checkpoint"
 """The argument of ``train`` that names a folder, or is True for the newest."""
+
+_AHEAD = "steps_ahead"
+"""Entry of an engine's record: its steps minus the Trainer's, between two steps. It is not 0 if the
+run began with a checkpoint of other software that counts from another step."""
 
 
 def bind_trainer(trainer: Any, options: LoopOptions) -> None:
@@ -136,6 +143,10 @@ class TrainerBinding(TrainerCallback):
         self._is_training = False
         self._save: object = None
         """Identifies the save in progress; None outside of one."""
+        self._ahead: int | None = None
+        """The engine's steps minus the Trainer's, between two steps; None before the first."""
+        self._deferred: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """Arguments of a save that waits for the end of the step."""
 
     @property
     def _trainer(self) -> Any:
@@ -162,7 +173,7 @@ class TrainerBinding(TrainerCallback):
         loop = Loop(
             batch_names=("per_device_train_batch_size", "gradient_accumulation_steps"),
             prepare=self._set_micro_batch,
-            record=state.record,
+            record=partial(self._record, state),
             check=check_steps,
             on_load=partial(self._on_load, state),
             foreground=self._is_foreground,
@@ -233,7 +244,15 @@ class TrainerBinding(TrainerCallback):
         return folder
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save a folder of the run: only repeats within it are skipped."""
+        """Save a folder of the run: only repeats within it are skipped.
+
+        accelerate takes the engine's step in ``backward``, before the Trainer counts it and steps
+        the schedulers. A save in between (``enable_jit_checkpoint``) waits for the step's end.
+        """
+        ahead = self._ahead
+        if self._is_training and ahead is not None and self._steps_ahead() > ahead:
+            self._deferred = (args, kwargs)
+            return
         self._save = object()
         try:
             on_nodes = self._trainer.args.save_on_each_node
@@ -282,10 +301,19 @@ class TrainerBinding(TrainerCallback):
 
     def _is_foreground(self, path: Path) -> bool:
         # Nothing waits for a save after train(), and an upload must not begin before. A run that
-        # went back has replaced the Trainer's files next to an old checkpoint already.
+        # went back has replaced the Trainer's files next to an old checkpoint already. A run that
+        # stops gains nothing, and save_total_limit counts the empty folder of a deferred save.
         trainer = self._trainer
         is_in_run = trainer is not None and self._is_training and not trainer.args.push_to_hub
-        return not is_in_run or folder_at(path).is_checkpoint()
+        is_last = is_in_run and trainer.control.should_training_stop
+        return not is_in_run or is_last or folder_at(path).is_checkpoint()
+
+    def _steps_ahead(self) -> int:
+        trainer = self._trainer
+        return int(trainer.model_wrapped.global_steps) - int(trainer.state.global_step)
+
+    def _record(self, state: LoopState) -> Mapping[str, Any]:
+        return state.record() | ({} if self._ahead is None else {_AHEAD: self._ahead})
 
     def _shows_bars(self) -> bool:
         return (trainer := self._trainer) is None or not trainer.args.disable_tqdm
@@ -319,12 +347,25 @@ class TrainerBinding(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Warn of samples and losses that differ from those of the old run, and prepare saves."""
         trainer, loaded = self._trainer, self._loaded
+        self._ahead = self._deferred = None
         if loaded is not None:
             warn_of_training(trainer, loaded)
+            if trainer.is_world_process_zero():
+                _warn_of_steps(loaded, trainer.state.global_step)
         if trainer.args.save_on_each_node:
             resumed = loaded.load_dir if loaded is not None else None
             engine, options = trainer.model_wrapped, self._options
             prepare_saves(engine, resumed, trainer.args, trainer.state, options)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Compare the counters of the engine and the Trainer between two steps."""
+        self._ahead = self._steps_ahead()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Make the save that was asked for within the step, instead of one that is due."""
+        if (deferred := self._deferred) is not None:
+            self._deferred, control.should_save = None, False
+            self.save_checkpoint(*deferred[0], **deferred[1])
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """Set the epoch of a user's sampler.
@@ -336,6 +377,21 @@ class TrainerBinding(TrainerCallback):
             _, sampler = samplers_of(loader)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(int(state.epoch or 0))
+
+
+def _warn_of_steps(loaded: Loaded, of_trainer: int) -> None:
+    """Warn if the files of a folder are of different steps."""
+    ahead = loaded.record.get(_AHEAD, None if loaded.record else 0)
+    of_engine = loaded.result.manifest.progress.global_steps
+    if ahead is not None and of_engine - ahead != of_trainer:
+        log.warning(
+            "%s has the engine's state of step %d, and the Trainer's of step %d, as after a save "
+            "within a step or after load_best_model_at_end: the run repeats or leaves out steps, "
+            "and learning rates are those of other steps. Resume from another folder",
+            loaded.load_dir,
+            of_engine - ahead,
+            of_trainer,
+        )
 
 
 def _restore_additional_rng(args: Any, grid: RankGrid, loaded: Loaded) -> None:

@@ -396,6 +396,8 @@ class TrainerCase:
     """Whether ``compute_loss`` returns the mean of a micro-batch, and no more."""
     epoch_ends_at: int = 0
     """Step at which a callback ends the epoch."""
+    preempted_at: int | None = None
+    """Step in which ``enable_jit_checkpoint`` saves."""
     zero3_init: str = ""
     """The source of the model, partitioned from the start: ``pretrained`` or ``config``."""
 
@@ -460,6 +462,20 @@ class EndEpoch(TrainerCallback):
         control.should_epoch_stop = state.global_step == self.step
 
 
+class Preempt(TrainerCallback):
+    """Has ``enable_jit_checkpoint`` save within a step, as SIGTERM does."""
+
+    def __init__(self, case: TrainerCase) -> None:
+        self.step = case.preempted_at
+        self.trainer: Any = None
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self.step:
+            for callback in self.trainer.callback_handler.callbacks:
+                if type(callback).__name__ == "JITCheckpointCallback":
+                    callback.jit_manager.is_checkpoint_requested = True
+
+
 class Stop(TrainerCallback):
     """Ends a run like a kill, after a step and its save."""
 
@@ -519,8 +535,8 @@ def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> A
         model, data = classifier(), Labelled(case.samples)
     if case.mean_loss:
         model.accepts_loss_kwargs, cls = True, MeanLoss
-    watch = Watch(run, case)
-    callbacks = [watch, *([Stop(case.stop_at)] if case.stop_at else [])]
+    watch, preempt = Watch(run, case), Preempt(case)
+    callbacks = [watch, preempt, *([Stop(case.stop_at)] if case.stop_at else [])]
     trainer = cls(
         model=None if case.model_init else model,
         model_init=(lambda: tiny_model(case.dropout)) if case.model_init else None,
@@ -530,7 +546,7 @@ def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> A
         eval_dataset=type(data)(12) if case.evaluate else None,
         callbacks=[*callbacks, EndEpoch(case.epoch_ends_at)],
     )
-    watch.trainer = trainer
+    watch.trainer = preempt.trainer = trainer
     if case.sampler == "batches":
         batches: Any = EpochBatches(case.samples, micro)
         trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(

@@ -905,6 +905,39 @@ def test_a_load_leaves_the_order_of_another_runs_folders(
     assert {path: path.stat().st_mtime_ns for path in folder.glob("checkpoint-*")} == times
 
 
+@since_5
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_within_a_step_waits_for_its_end(
+    asynchronous: bool, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """``enable_jit_checkpoint`` saves after the engine's step and before the Trainer's."""
+    args = {"enable_jit_checkpoint": True}
+    options = {"async_save": asynchronous}
+    case = TrainerCase(str(tmp_path), stage=2, args=args, options=options, preempted_at=3)
+    run, *_ = hf_ranks.run(2, partial(train, case))
+    assert sorted(run.samples) == [1, 2, 3]
+    assert [path.parent.name for path in tmp_path.rglob("trainer_state.json")] == ["checkpoint-3"]
+    assert (tmp_path / "checkpoint-3" / "latest").read_text() == "global_step3/checkpoint"
+    assert torch.load(tmp_path / "checkpoint-3" / "scheduler.pt")["last_epoch"] == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bound", [False, True])
+def test_files_of_different_steps_cause_a_warning(
+    bound: bool, reference: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    folder, _ = reference(stage=2, bound=bound)
+    resume = tmp_path / "checkpoint-10"
+    shutil.copytree(folder / "checkpoint-10", resume)
+    file = resume / "trainer_state.json"
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps({**state, "global_step": 9, "epoch": 9 / 8}))
+    args = {"max_steps": 10}
+    case = TrainerCase(str(tmp_path), stage=2, resume=str(resume), args=args)
+    (warning,) = hf_ranks.run(2, partial(train, case))[0].warnings
+    assert "has the engine's state of step 10, and the Trainer's of step 9" in warning
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_deleted_trainer_is_freed(bound: bool, hf_ranks: Pools, tmp_path: Path) -> None:
