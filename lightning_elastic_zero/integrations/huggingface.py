@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from lightning_elastic_zero.core.options import takes
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.integrations.engines import (
     OTHER_OPTIONS,
     EngineCheckpoints,
@@ -83,7 +84,8 @@ def wrap_initialize(**options: Any) -> Callable[[], None]:
     state: random state of additional ranks and accelerate's schedulers are not converted.
 
     Args:
-        **options: Those of ``elastic``.
+        **options: Those of ``elastic``, without ``async_save``: the program may delete its last
+            complete checkpoint, or save over it, while the next one is being written.
 
     Returns:
         A function that restores the original ``deepspeed.initialize``.
@@ -91,11 +93,20 @@ def wrap_initialize(**options: Any) -> Callable[[], None]:
     Raises:
         TypeError: An option is unknown.
         ValueError: An option has an invalid value.
+        UnsupportedError: ``async_save`` is set.
     """
     from lightning_elastic_zero.engine.installation import replace_initialize
 
-    LoopOptions(**options)
+    checked = LoopOptions(**options)
     _refuse_node_copies(options)
+    if checked.async_save:
+        msg = (
+            "wrap_initialize(async_save=True): the program does not know that saves are in the "
+            "background, and may delete its last complete checkpoint while the next one is being "
+            "written (save_total_limit=1). Leave it out, or have the program call "
+            "elastic(trainer, async_save=True), which checks this"
+        )
+        raise UnsupportedError(msg)
     return replace_initialize(lambda engine: elastic(engine, **options))
 
 

@@ -17,6 +17,7 @@ from lightning_elastic_zero import (
     wrap_initialize,
 )
 from lightning_elastic_zero.api import ElasticOptions
+from lightning_elastic_zero.errors import UnsupportedError
 from tests.support.ranks import Pools
 
 pytest.importorskip("transformers")
@@ -190,6 +191,12 @@ def test_copies_are_refused_where_nothing_is_on_nodes() -> None:
     for call in (partial(elastic, {}), wrap_initialize):
         with pytest.raises(ValueError, match="node_copies=3 has no effect here"):
             call(node_copies=3)
+
+
+def test_background_saves_of_any_program_are_refused() -> None:
+    """With ``save_total_limit=1``, a Trainer deletes the only complete checkpoint meanwhile."""
+    with pytest.raises(UnsupportedError, match=r"elastic\(trainer, async_save=True\)"):
+        wrap_initialize(async_save=True)
 
 
 def test_entry_points_share_their_options() -> None:
