@@ -81,10 +81,10 @@ def warn_of_data(
             rounds.add(max(1, samples // loaded.accumulate) * (loaded.sequence_ranks or shared))
             reasons += _remainders(loader, samples, rounds)
     elif isinstance(loader, DataLoader) and (changed or in_epoch):
-        by_ranks = " and does not depend on the ranks, the micro-batch size or the workers"
         reasons.append(
             "an iterable dataset is read again up to the resumed batch: some samples are repeated "
-            f"and others left out, unless its order is the same in each run{by_ranks if changed else ''}"
+            "and others left out, unless its order is the same in each run"
+            f"{' and does not depend on ranks, micro-batch size and workers' if changed else ''}"
         )
     if reasons and accelerator.is_main_process:
         log.warning(
