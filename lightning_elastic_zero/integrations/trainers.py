@@ -59,7 +59,7 @@ from lightning_elastic_zero.integrations.tensor_ranks import (
     unfit_trainer,
 )
 from lightning_elastic_zero.storage.folders import folder_at
-from lightning_elastic_zero.storage.paths import read_file
+from lightning_elastic_zero.storage.paths import read_file, real_path
 
 log = logging.getLogger(__name__)
 
@@ -338,8 +338,8 @@ class TrainerBinding(TrainerCallback):
         self._loaded = loaded
         if self._trainer.is_world_process_zero():
             with suppress(OSError):
-                folder = loaded.load_dir.resolve()
-                if folder.parent == Path(self._trainer.args.output_dir).resolve():
+                folder = real_path(loaded.load_dir)
+                if folder.parent == real_path(self._trainer.args.output_dir):
                     os.utime(folder)
 
     # -- the callback ----------------------------------------------------------------------------
