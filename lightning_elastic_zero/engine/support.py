@@ -94,6 +94,16 @@ RANDOM_LTD = (
     "option"
 )
 
+COMPRESSION = (
+    "compression_training: the step of its schedules would be lost; remove the option, which "
+    "DeepSpeed 0.19.8 does not have"
+)
+
+LOCO = (
+    "zero_optimization.zeropp_loco_param: its error feedback would be lost; remove the option, "
+    "which DeepSpeed 0.19.8 does not have"
+)
+
 CURRICULUM = (
     "data_efficiency.data_sampling.curriculum_learning: the state of its data sampler would be "
     "lost; remove the option, and order the data in your own sampler"
@@ -250,6 +260,12 @@ def _config_reasons(config: Mapping[str, Any], *, trains: bool) -> Iterator[str]
             "deepspeed.runtime.sequence_parallel.parallel_state_sp"
         )
     yield from unfit_name(config.get("optimizer") or {}, stage)
+    if zero.get("zeropp_loco_param") is not None:
+        yield LOCO
+    compression = (config.get("compression_training") or {}).values()
+    # DeepSpeed adds sections that enable nothing to the dict of its caller.
+    if any((method.get("shared_parameters") or {}).get("enabled") for method in compression):
+        yield COMPRESSION
     schedules = config.get("data_efficiency") or {}
     for part, name, title in (
         ("data_sampling", "curriculum_learning", CURRICULUM),
@@ -430,6 +446,8 @@ def _added_later(engine: Any) -> Iterator[str]:
 
 
 def _options(engine: Any) -> Iterator[str]:
+    scheduler = getattr(engine, "compression_scheduler", None)
+    compression = getattr(scheduler, "different_compression_methods", {})
     for is_used, reason in (
         (getattr(engine.optimizer, "params_in_nvme_and_cpu", False), NVME_WEIGHTS),
         (getattr(engine, "zenflow", False), ZENFLOW),
@@ -437,6 +455,8 @@ def _options(engine: Any) -> Iterator[str]:
         (engine.optimized_linear_base_weight_sharding, SHARDED_BASE_WEIGHTS),
         (engine.random_ltd_enabled(), RANDOM_LTD),
         (engine.curriculum_learning_enabled(), CURRICULUM),
+        (getattr(engine.optimizer, "zeropp_loco_param", None) is not None, LOCO),
+        (any(method["enabled"] for method in compression.values()), COMPRESSION),
     ):
         if is_used:
             yield reason

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,6 +46,15 @@ def curriculum() -> dict[str, Any]:
     learning = {"enabled": True, "curriculum_metrics": {"length": {}}}
     sampling = {"enabled": True, "curriculum_learning": learning}
     return {"data_efficiency": {"enabled": True, "data_sampling": sampling}}
+
+
+LOCO = {"err_beta": 0.8, "reset_T": 1024}
+
+
+def compression() -> dict[str, Any]:
+    method = {"shared_parameters": {"enabled": True, "schedule_offset": 2}, "different_groups": {}}
+    off: dict[str, Any] = {"shared_parameters": {}, "different_groups": {}}
+    return {"compression_training": {"row_pruning": off, "sparse_pruning": method}}
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,18 @@ BY_TRAINER = {
         "remove the option",
         2,
         ltd(),
+    ),
+    "compression": Refused(
+        "compression_training: the step of its schedules would be lost; remove the option, which "
+        "DeepSpeed 0.19.8 does not have",
+        2,
+        compression(),
+    ),
+    "LoCo": Refused(
+        "zero_optimization.zeropp_loco_param: its error feedback would be lost; remove the "
+        "option, which DeepSpeed 0.19.8 does not have",
+        3,
+        zero(zero_quantized_gradients=True, zeropp_loco_param=LOCO),
     ),
     "a curriculum": Refused(
         "data_efficiency.data_sampling.curriculum_learning: the state of its data sampler would "
@@ -482,6 +504,15 @@ def with_curriculum() -> Any:
     return engine(layers(), **curriculum())
 
 
+def with_removed_options() -> Any:
+    """Return an engine with what older releases of DeepSpeed keep for two options."""
+    made = engine(layers(), 3)
+    methods = {"sparse_pruning": {"enabled": True}, "row_pruning": {"enabled": False}}
+    made.compression_scheduler = SimpleNamespace(different_compression_methods=methods)
+    made.optimizer.zeropp_loco_param = LOCO
+    return made
+
+
 KNOWN_WRAPPERS = (
     "torch.optim.Optimizer (stage 0 in fp32); FP16_Optimizer (stage 0 in bf16 or fp16, with "
     "FusedAdam); FP16_UnfusedOptimizer (stage 0 in bf16 or fp16); DeepSpeedZeroOptimizer (ZeRO-1 "
@@ -544,6 +575,9 @@ BY_SAVE = {
         BY_TRAINER["ZenFlow"].sentence,
     ),
     "random-LTD": refused(random_ltd, BY_TRAINER["random-LTD"].sentence),
+    "options that 0.19.8 lacks": refused(
+        with_removed_options, BY_TRAINER["LoCo"].sentence, BY_TRAINER["compression"].sentence
+    ),
     "a curriculum": refused(with_curriculum, BY_TRAINER["a curriculum"].sentence),
 }
 """Functions that make an engine, with the reasons for its refusal."""
