@@ -17,7 +17,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -28,6 +33,7 @@ from torch.utils.data import (
 
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS
 from lightning_elastic_zero.engine.tensor_parallel import global_batch
+from lightning_elastic_zero.errors import UnsupportedError
 from lightning_elastic_zero.integrations.engines import Loaded
 from lightning_elastic_zero.integrations.sequences import batch_sampler_of, sequence_ranks
 from lightning_elastic_zero.integrations.tensor_ranks import grid_of
@@ -59,6 +65,9 @@ def warn_of_data(
         in_epoch: whether batches of the resumed epoch are skipped.
         in_first_epoch: whether that epoch is the first.
         differences: additional reasons from the caller.
+
+    Raises:
+        UnsupportedError: this number of ranks would get unequal numbers of batches.
     """
     reasons = [*differences]
     accumulate, shared = accelerator.gradient_accumulation_steps, sequence_ranks(accelerator)
@@ -69,6 +78,8 @@ def warn_of_data(
     if is_stateful and (changed or loaded.grid != grid):
         reasons.append("use_stateful_dataloader keeps one rank's position, which no other can use")
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        if changed:
+            _check_equal_epochs(loader)
         _, sampler = samplers_of(loader)
         own_generator = getattr(sampler, "generator", None)  # a new one in each process
         is_reset = own_generator is not None and not hasattr(sampler, "set_epoch")
@@ -79,7 +90,7 @@ def warn_of_data(
         if changed and samples:
             rounds = {max(1, samples // accumulate) * shared}
             rounds.add(max(1, samples // loaded.accumulate) * (loaded.sequence_ranks or shared))
-            reasons += _remainders(loader, samples, rounds)
+            reasons += _remainders(loader, samples, rounds, is_filled=accelerator.even_batches)
     elif isinstance(loader, DataLoader) and (changed or in_epoch):
         reasons.append(
             "an iterable dataset is read again up to the resumed batch: some samples are repeated "
@@ -180,7 +191,26 @@ def _seeds_itself(loader: Any, sampler: Any) -> bool:
     return any(all(seed is not other for other in others) for seed in seeds)
 
 
-def _remainders(loader: Any, samples: int, rounds: set[int]) -> Iterator[str]:
+def _check_equal_epochs(loader: Any) -> None:
+    """Refuse a number of ranks that get unequal numbers of batches in an epoch."""
+    shard = batch_sampler_of(loader)
+    while isinstance(shard, SkipBatchSampler):
+        shard = shard.batch_sampler
+    is_shard = isinstance(shard, BatchSamplerShard) and not shard.split_batches
+    if not is_shard or shard.even_batches or shard.drop_last:
+        return
+    batches, data_ranks = length_of(shard.batch_sampler), shard.num_processes
+    if batches % data_ranks:
+        msg = (
+            f"even_batches=False with {batches} batches in an epoch on {data_ranks} data ranks: "
+            "ranks would get unequal numbers of batches, and wait for each other at its end. Set "
+            "even_batches or drop_last to True, or use a number of data ranks that divides "
+            f"{batches}"
+        )
+        raise UnsupportedError(msg)
+
+
+def _remainders(loader: Any, samples: int, rounds: set[int], *, is_filled: bool) -> Iterator[str]:
     """Yield differences at the end of an epoch.
 
     Args:
@@ -188,6 +218,7 @@ def _remainders(loader: Any, samples: int, rounds: set[int]) -> Iterator[str]:
         samples: those of an optimizer step.
         rounds: samples that all ranks read at a time, in both runs: those of a micro-step; with
             sequence parallelism, of ``sp_size`` micro-steps.
+        is_filled: whether all ranks read full batches at the end of an epoch, too.
     """
     batches, sampler = samplers_of(loader)
     counted = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
@@ -208,10 +239,12 @@ def _remainders(loader: Any, samples: int, rounds: set[int]) -> Iterator[str]:
             f"Leave out {rest} samples"
         )
     else:
-        yield (
-            f"{count} samples are not a multiple of the {samples} of a step: the last step of an "
-            "epoch is filled up with other samples"
+        effect = (
+            "the last step of an epoch is filled up with other samples"
+            if is_filled
+            else "in an epoch's last step, the weight of a sample depends on the micro-batch size"
         )
+        yield f"{count} samples are not a multiple of the {samples} of a step: {effect}"
 
 
 def samplers_of(loader: Any) -> tuple[Any, Any]:

@@ -76,6 +76,8 @@ class LoopCase:
     batches: bool = False
     """Whether a user's batch sampler seeds each epoch."""
     drop_last: bool = False
+    even: bool = True
+    """Whether accelerate fills up the batches of an epoch."""
     micro: tuple[int, int] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
@@ -178,6 +180,7 @@ def _loop(case: LoopCase, run: Run) -> None:
         dataloader_config=DataLoaderConfiguration(
             use_seedable_sampler=case.seedable,
             dispatch_batches=case.dispatch,
+            even_batches=case.even,
             split_batches=case.split,
         ),
     )

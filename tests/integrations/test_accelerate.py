@@ -181,6 +181,31 @@ def test_an_inexact_resume_causes_a_warning(
     assert [words in warning for warning in run.warnings] == [True]
 
 
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("world", "drop_last", "words"),
+    [
+        (3, False, "Set even_batches or drop_last to True, or use a number of data ranks that "),
+        (1, False, "the weight of a sample depends on the micro-batch size"),
+        pytest.param(3, True, "Leave out 3 samples", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_have_equal_numbers_of_batches(
+    world: int, drop_last: bool, words: str, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Without ``even_batches``, ranks would wait for each other at the end of an epoch."""
+    case = LoopCase(even=False, samples=75, drop_last=drop_last, steps=3)
+    hf_ranks.run(2, partial(loop, replace(case, folder=str(tmp_path), save_at=(2,))))
+    resumed = replace(case, load=f"{tmp_path}/step_2", start=2)
+    if world == 3 and not drop_last:
+        for error in hf_ranks.run(3, partial(stock_failure, resumed)):
+            assert error.startswith("UnsupportedError: even_batches=False with 38 batches")
+            assert f"{words}divides 38" in error
+    else:
+        run, *_ = hf_ranks.run(world, partial(loop, resumed))
+        assert [words in warning for warning in run.warnings] == [True]
+
+
 @pytest.mark.long
 def test_an_unchanged_count_may_differ_within_an_epoch(
     whole_loop: Reference, hf_ranks: Pools
