@@ -435,6 +435,17 @@ def test_an_inexact_resume_causes_a_warning(
 
 
 @pytest.mark.long
+def test_ranks_have_equal_numbers_of_batches(hf_ranks: Pools, tmp_path: Path) -> None:
+    """Without ``even_batches``, each would compute its own number of steps."""
+    args = {"accelerator_config": {"even_batches": False}}
+    case = TrainerCase(str(tmp_path), stage=2, samples=100, args=args, stop_at=5)
+    hf_ranks.run(2, partial(train, case))
+    case = replace(case, resume=f"{tmp_path}/checkpoint-5", stop_at=6)
+    for error in hf_ranks.run(3, partial(failure_of, case)):
+        assert error.startswith("UnsupportedError: even_batches=False with 50 batches in an epoch")
+
+
+@pytest.mark.long
 def test_a_loss_that_the_trainer_does_not_divide_causes_a_warning(
     reference: Reference, resumed: Callable[..., list[Run]]
 ) -> None:
