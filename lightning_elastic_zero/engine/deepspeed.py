@@ -122,14 +122,16 @@ ones are refused if they lack them."""
 
 UNCHECKED = (
     "_apply_muon_updates_cpu_offload",
+    "compression_scheduler",
     "ds_autotp_universal_checkpoint_meta",
     "first_dataloader_check",
     "losses",
     "swap_optimizer",
+    "zeropp_loco_param",
 )
-"""Other names. ``support`` refuses Muon with offload in ZeRO-1/2 by the first; AutoTP sets the
-second on parameters, the third on engines; the fourth is a sum that older releases log; ZeRO-1/2
-lacks the last."""
+"""Other names. ``support`` refuses Muon with offload in ZeRO-1/2 by the first, and options of older
+releases by the second and the last; AutoTP sets the third on parameters, the fourth on engines; the
+fifth is a sum that older releases log; ZeRO-1/2 lacks ``swap_optimizer``."""
 
 
 def compatible_operators(ops: Any) -> dict[str, bool]:
