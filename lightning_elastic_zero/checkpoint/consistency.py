@@ -304,13 +304,18 @@ def _differing_entries(rank_zero: Items, differences: Differences) -> list[TreeP
 def _warn_of_replicas(
     rank_zero: Items, manifest: Manifest, of_ranks: Sequence[Differences]
 ) -> None:
-    drifted = [
-        {int(index) for index, value in differences.replicas.items() if rank_zero[index] != value}
-        for differences in of_ranks
-    ]
-    if not (ranks := [rank for rank, buffers in enumerate(drifted) if buffers]):
+    ranks = [rank for rank, differences in enumerate(of_ranks) if differences.replicas]
+    if not ranks:
         return
-    names = [n for i in sorted(set().union(*drifted)) for n in manifest.buffers[i].names]
+    drifted = {
+        int(index)
+        for differences in of_ranks
+        for index, value in differences.replicas.items()
+        if rank_zero[index] != value
+    }
+    names = [n for i in sorted(drifted) for n in manifest.buffers[i].names]
+    if not names:  # It is not among the reported ones.
+        names = [f"one of {len(rank_zero)} flat buffers"]
     log.warning(
         "In stage 0 every rank trains all weights, but those of %s differ from rank 0's (%s). Each "
         "rank writes a part of them, and a resume gives the same weights to all ranks. Use the "
@@ -323,9 +328,12 @@ def _warn_of_replicas(
 def _warn_of_frozen(rank_zero: Items, of_ranks: Sequence[Differences]) -> None:
     differing: dict[str, list[int]] = {}
     for rank, differences in enumerate(of_ranks):
-        for name, value in differences.frozen.items():
-            if rank_zero.get(name) != value:
-                differing.setdefault(name, []).append(rank)
+        theirs = differences.frozen
+        names = [name for name, value in theirs.items() if rank_zero.get(name) != value]
+        if theirs and not names:  # It is not among the reported ones.
+            names = [f"one of {len(rank_zero)} weights"]
+        for name in names:
+            differing.setdefault(name, []).append(rank)
     if differing:
         log.warning(
             "Frozen weights differ between ranks: %s. Rank 0's are saved, and a resume gives them "

@@ -168,6 +168,31 @@ def test_a_difference_among_thousands_of_entries_is_not_silent(
     assert "differs between ranks: one of 5000 entries on rank 0." in caplog.text
 
 
+@pytest.mark.parametrize("count", [40, 5000])
+def test_a_frozen_weight_or_replica_that_differs_is_never_silent(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if a rank cannot report every one that may differ."""
+    base = contents({})
+    buffers = tuple(FlatBuffer(0, (f"w{i}",), (1,)) for i in range(count))
+    manifest = replace(base.manifest, buffers=buffers)
+
+    def with_sums(last: int) -> ShardContents:
+        sums = (*range(count - 1), last)
+        frozen = {f"f{i}": value for i, value in enumerate(sums)}
+        state = replace(base.state, replica_sums=sums, frozen_sums=frozen)
+        return replace(base, manifest=manifest, state=state)
+
+    first, other = with_sums(count - 1), with_sums(-1)
+    reports = [reported(rank, first) for rank in (first, other)]
+    warn_of_differences(first.compared(), manifest, reports, set())
+    replica, weight = "w39", "f39"
+    if count > 40:
+        replica, weight = f"one of {count} flat buffers", f"one of {count} weights"
+    assert f"those of rank 1 differ from rank 0's ({replica})." in caplog.text
+    assert f"Frozen weights differ between ranks: {weight} on rank 1." in caplog.text
+
+
 def test_declared_state_may_differ(caplog: pytest.LogCaptureFixture) -> None:
     ranks = [
         with_client({"seen": rank, "loops": {"a": 1, "b": rank}}, seen=rank, loops={"b": rank})
