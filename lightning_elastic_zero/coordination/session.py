@@ -107,15 +107,17 @@ class Leader:
         self._next_liveness_check_s = 0.0
         self._warned_late = 0
         self._polled_s = self._clock()
+        self._yields_until_s = 0.0
 
     def poll(self) -> None:
         """Post the verdict on the open step, if there can be one now."""
-        suspended_s = self._suspended_s()
-        self._polled_s = self._clock()
+        self._yield_if_delayed()
         if not (self._kind or self._is_open()):
+            self._yields_until_s = 0.0
             return
-        if suspended_s:
-            self._post(self._suspended_failure(suspended_s))
+        if self._clock() < self._yields_until_s:
+            if self._store.check([f"{self._seq}/verdict"]):
+                self._advance(all_in=False, by_leader=False)
             return
         open_s = self._open.poll(self._seq)
         # In this order: a rank counts its failure before it counts itself done.
@@ -131,18 +133,19 @@ class Leader:
             self._next_liveness_check_s = self._clock() + self._times.heartbeat_interval_s
             self._check_liveness(open_s)
 
-    def _suspended_s(self) -> float:
-        """Return how long rank 0 was suspended if the others have given it up meanwhile, else 0.
+    def _yield_if_delayed(self) -> bool:
+        """Leave the verdict to the others for a while if they may have given up the step.
 
-        The store may have been suspended with it, so that no rank could post a verdict.
+        They have if rank 0 was stopped. Its process may also have run, but not this thread. The
+        store may have been suspended too, so that a rank that gave up could not post a verdict: it
+        does so as soon as the store answers.
         """
-        gap_s = self._clock() - self._polled_s
-        longest_s = self._times.heartbeat_timeout_s - 2 * self._times.heartbeat_interval_s
-        return gap_s if gap_s > longest_s else 0.0
-
-    def _suspended_failure(self, suspended_s: float) -> Verdict:
-        reason = f"it was stopped for {suspended_s:.0f} s"
-        return Verdict.lost_ranks(self._name, {0: reason}, self._world_size)
+        now_s, interval_s = self._clock(), self._times.heartbeat_interval_s
+        is_delayed = now_s - self._polled_s > self._times.heartbeat_timeout_s - 2 * interval_s
+        self._polled_s = now_s
+        if is_delayed:
+            self._yields_until_s = now_s + 2 * interval_s
+        return is_delayed
 
     def all_read(self) -> bool:
         """Whether every rank has read the last verdict."""
@@ -230,9 +233,8 @@ class Leader:
         return Verdict([], "RanksError", message)
 
     def _post(self, verdict: Verdict, *, all_in: bool = False) -> None:
-        if suspended_s := self._suspended_s():
-            # Suspended during this poll: its readings are out of date.
-            verdict, all_in = self._suspended_failure(suspended_s), False
+        if self._yield_if_delayed():
+            return  # Delayed during this poll: its readings are out of date.
         try:
             text = replace(verdict, by_leader=True).packed()
         except ValueError as error:  # The results are too long.
@@ -251,7 +253,8 @@ class Leader:
             for seq, part in itertools.product(self._decided, parts):
                 self._store.delete_key(f"{seq}/{part}")
             self._decided = []
-        self._polled_s = self._clock()  # A suspension until now does not concern the next step.
+        # A delay until now does not concern the next step.
+        self._polled_s, self._yields_until_s = self._clock(), 0.0
         self._decided.append(self._seq)
         self._seq += 1
         self._kind, self._name = "", ""
@@ -346,7 +349,7 @@ class RankSession:
     def take_turn(self, command: Callable[[], None] | None = None) -> None:
         """Decide (rank 0), execute a command, send a heartbeat if due, look for a verdict."""
         if self.leader is not None:
-            # First: if rank 0 was suspended, a step that it enters now is not affected.
+            # First: if rank 0 was delayed, a step that it enters now is not affected.
             self.leader.poll()
         if command is not None:
             command()

@@ -627,20 +627,21 @@ class TestLostRanks:
         assert why.format(os.getpid()) in failure(found)[1]
         assert all(seconds <= outcome["seconds"] + 0.5 <= seconds + 1.5 for outcome in found), found
 
-    def delayed(self, seconds: float) -> list[dict[str, Any]]:
-        """Run a step while the thread of rank 2 is not scheduled, although its process runs."""
+    def delayed(self, seconds: float, rank: int = 2) -> list[dict[str, Any]]:
+        """Run a step while the thread of a rank is not scheduled, although its process runs."""
         job = Cluster(WORLD, replace(SHORT, stall_timeout_s=60.0, absent_timeout_s=60.0))
         job.state = ProcessState.RUNNING
         job.run_step()
-        job.held = {2}
-        job.start(lambda rank: rank.step("all_gather", "write"))
+        job.held = {rank}
+        job.start(lambda each: each.step("all_gather", "write"))
         job.pass_time(seconds)
         job.held = set()
         return job.finish()
 
     @pytest.mark.parametrize("held_s", [SHORT.heartbeat_timeout_s + 1, SHORT.held_up_timeout_s - 1])
-    def test_a_thread_that_is_delayed_briefly_fails_nothing(self, held_s: float) -> None:
-        assert [outcome["value"] for outcome in self.delayed(held_s)] == [EVERYONE] * WORLD
+    @pytest.mark.parametrize("rank", [0, 2])
+    def test_a_thread_that_is_delayed_briefly_fails_nothing(self, rank: int, held_s: float) -> None:
+        assert [outcome["value"] for outcome in self.delayed(held_s, rank)] == [EVERYONE] * WORLD
 
     def test_a_thread_that_is_delayed_too_long_fails_on_all_ranks(self) -> None:
         found = self.delayed(SHORT.held_up_timeout_s + CHECK_INTERVAL_S + 1)
@@ -822,21 +823,30 @@ class TestResumedRanks:
         assert decided or errors == {"RanksError"}
         assert_in_step(job)
 
-    def test_a_step_fails_if_rank_0_stops_while_it_reads_reports(self) -> None:
-        store, now_s = HashStore(), [0.0]
+    @pytest.mark.parametrize("gave_up", [False, True])
+    def test_ranks_that_gave_up_decide_if_rank_0_stops_while_it_reads_reports(
+        self, *, gave_up: bool
+    ) -> None:
+        store, now_s, stops = HashStore(), [0.0], [STOP_S]
 
         def stop(call: str) -> None:
-            now_s[0] += STOP_S * (call == "multi_get")
+            if call == "multi_get" and stops:
+                now_s[0] += stops.pop()
 
-        stopping = watched(store, stop)
-        leader = Leader(stopping, 2, SHORT, lambda: now_s[0])
+        leader = Leader(watched(store, stop), 2, SHORT, lambda: now_s[0])
         store.set("1/step", pack(["all_gather", "sizes"]))
         for rank in range(2):
             store.set(f"1/report/{rank}", Report(rank).packed())
             store.add("1/done", 1)
         leader.poll()
-        message = Verdict.unpacked(store.get("1/verdict")).message
-        assert "rank 0 of 2: it was stopped for 4 s" in message
+        leader.poll()
+        assert not store.check(["1/verdict"])
+        if gave_up:
+            store.set("1/verdict", Verdict([], "RanksError", "it gave up").packed())
+        now_s[0] += 2 * SHORT.heartbeat_interval_s
+        leader.poll()
+        verdict = Verdict.unpacked(store.get("1/verdict"))
+        assert verdict.message == ("it gave up" if gave_up else "")
 
     @pytest.mark.parametrize("with_store", [False, True])
     def test_a_stop_between_steps_fails_nothing(self, job: Cluster, *, with_store: bool) -> None:
