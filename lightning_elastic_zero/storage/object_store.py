@@ -425,7 +425,7 @@ def _import_obstore(root: str) -> Any:
 
 
 @cache
-def _loop(_pid: int) -> asyncio.AbstractEventLoop:
+def _loop(pid: int) -> asyncio.AbstractEventLoop:
     """Return the loop in which this process waits for requests."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="elastic-zero requests", daemon=True)
@@ -438,8 +438,23 @@ def _loop(_pid: int) -> asyncio.AbstractEventLoop:
         # there. If the interpreter ends first, the process aborts.
         time.sleep(_LAST_DROP_S)
 
-    atexit.register(end)
+    _ends[pid] = end
     return loop
+
+
+_ends: dict[int, Callable[[], None]] = {}
+"""What ends the loop of a process, by its id, since forked processes inherit exit hooks."""
+
+
+@atexit.register
+def _end_loop() -> None:
+    """End the loop of this process, if it has one.
+
+    Exit hooks run in reverse order, and the one that waits for a save in flight needs the loop. So
+    this one is registered when the module is imported, before any save.
+    """
+    if (end := _ends.get(os.getpid())) is not None:
+        end()
 
 
 def _handle(root: str, request_s: float, retry_s: float) -> Any:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import pytest
 from torch import distributed
 
+from lightning_elastic_zero.storage.object_store import ObjectStore
 from tests.storage._store_ranks import NEW, OLD, Settings, delete, load_state, save_state
 from tests.support.engines import EngineCase
+from tests.support.launch import output_of_forked
 from tests.support.ranks import ForkServer, Pools
 from tests.support.store_servers import azure_environment, make_container
 
@@ -35,6 +39,17 @@ def save_overwrite_load(
         assert not any(pools.run(world, partial(_delete_on_first, settings, url)))
     finally:
         pools.close()
+
+
+def _request_at_exit() -> None:
+    atexit.register(lambda: print(bytes(store.get("key")[0])))
+    store = ObjectStore("memory://box")
+    store.put("key", b"data")
+
+
+def test_an_exit_hook_makes_requests(fork_server: ForkServer, tmp_path: Path) -> None:
+    """One waits for a save in flight. It may be registered before the first request."""
+    assert "b'data'" in output_of_forked(fork_server, tmp_path, _request_at_exit)
 
 
 @pytest.mark.long
