@@ -16,11 +16,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, DiskFile
@@ -108,7 +109,7 @@ class NodeStore(Store):
         """Begin without joined folders; see ``join``."""
         self.root, self.requests, self.bytes_read = root, 0, 0
         self._joined: dict[str, JoinedFolder] = {}
-        self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_REQUESTS, "elastic-zero nodes")
+        self._threads = _Threads(_MOST_REQUESTS, "elastic-zero nodes")
 
     def join(self, folder: JoinedFolder) -> None:
         """Use a folder, which all ranks have joined, from now on."""
@@ -318,11 +319,31 @@ class NodeStore(Store):
         return _results([self._threads.submit(call) for call in calls], progress)
 
 
+class _Threads(concurrent.futures.ThreadPoolExecutor):
+    """Threads for requests; while the interpreter ends, the caller makes them.
+
+    The interpreter closes all pools before exit hooks run, one of which waits for a save in flight.
+    """
+
+    def submit(self, call: Callable[..., T], /, *args: Any, **options: Any) -> Future[T]:
+        try:
+            return super().submit(call, *args, **options)
+        except RuntimeError as error:
+            if "shutdown" not in str(error):  # Else the call may be queued already.
+                raise
+        future = Future[T]()
+        try:
+            future.set_result(call(*args, **options))
+        except Exception as error:  # noqa: BLE001 (raised by the future)
+            future.set_exception(error)
+        return future
+
+
 @dataclass(frozen=True, slots=True)
 class _Read:
     start: int
     stop: int
-    _future: concurrent.futures.Future[tuple[Peer, memoryview]]
+    _future: Future[tuple[Peer, memoryview]]
 
     def result(self, progress: Progress) -> memoryview:
         return _results([self._future], progress)[0][1]
@@ -351,7 +372,7 @@ class _NodeWriter:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = DiskFile(path, progress)
         self._reading = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._sending: list[concurrent.futures.Future[None]] = []
+        self._sending: list[Future[None]] = []
         self._size_bytes = self._sent_bytes = 0
 
     def write(self, part: memoryview) -> None:
@@ -393,7 +414,7 @@ class _NodeWriter:
             self._reading = -1
 
 
-def _results(futures: Sequence[concurrent.futures.Future[T]], progress: Progress) -> list[T]:
+def _results(futures: Sequence[Future[T]], progress: Progress) -> list[T]:
     """Return the results of requests, or raise the first error after all have ended."""
     while concurrent.futures.wait(futures, _CHECK_S).not_done:
         progress.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import http.client
@@ -41,6 +42,8 @@ from tests.storage._nodes import (
     make_nodes,
     write_file,
 )
+from tests.support.launch import output_of_forked
+from tests.support.ranks import ForkServer
 
 DATA = os.urandom(3 << 20)
 MANIFEST = json.dumps({"format": FORMAT}).encode()
@@ -238,6 +241,24 @@ class TestLostNodes:
                 for lost in (0, 1):
                     nodes[lost].server.stop()
                     assert bytes(file.read(0, len(DATA))) == DATA
+
+
+def _write_at_exit(folder: Path) -> None:
+    made = make_nodes(folder, 2)
+    nodes = made.__enter__()
+
+    def write() -> None:
+        entry = write_file(nodes[0], DATA)
+        print("copies", holders(nodes, FILE), read_on(nodes[1], entry) == DATA)
+        made.__exit__(None, None, None)
+
+    atexit.register(write)
+
+
+def test_an_exit_hook_writes_and_reads(fork_server: ForkServer, tmp_path: Path) -> None:
+    """One waits for a save in flight, after the interpreter has closed all pools of threads."""
+    output = output_of_forked(fork_server, tmp_path, partial(_write_at_exit, tmp_path))
+    assert "copies [0, 1] True" in output
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
