@@ -110,11 +110,14 @@ class PeriodicThread(threading.Thread):
             self._call()
 
     def __enter__(self) -> None:
-        self.start()
+        # Python 3.12 starts no thread while the interpreter ends. A save in flight goes on then.
+        with suppress(RuntimeError):
+            self.start()
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self.join(_END_S)
+        if self.is_alive():
+            self.join(_END_S)
 
 
 def touch_regularly(path: Path) -> PeriodicThread:

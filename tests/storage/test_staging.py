@@ -399,6 +399,22 @@ class TestElsewhere:
         toucher.join(HANG_TIMEOUT_S)
         assert not toucher.is_alive()
 
+    def test_a_save_goes_on_where_no_thread_can_start(
+        self, abandoned: tuple[StagedDirectory, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As in a save in flight at the end of the interpreter, since Python 3.12."""
+
+        def refuse(_: threading.Thread) -> None:
+            msg = "can't create new thread at interpreter shutdown"
+            raise RuntimeError(msg)
+
+        staged, _ = abandoned
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with staged.touch_regularly():
+                fill(staged.path, "new")
+        staged.put_in_place()
+
     def test_a_save_whose_staging_was_removed_fails(
         self, exchange: bool, abandoned: tuple[StagedDirectory, Path], tmp_path: Path
     ) -> None:
