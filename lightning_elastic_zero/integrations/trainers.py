@@ -67,8 +67,8 @@ _FOLDER = "resume_from_checkpoint"
 """The argument of ``train`` that names a folder, or is True for the newest."""
 
 _AHEAD = "steps_ahead"
-"""Entry of an engine's record: its steps minus the Trainer's, between two steps. It is not 0 if the
-run began with a checkpoint of other software that counts from another step."""
+"""Entry of an engine's record: its steps minus the Trainer's, after a step. It is not 0 if the run
+began with a checkpoint of other software, or if a loss takes several steps of the engine."""
 
 
 def bind_trainer(trainer: Any, options: LoopOptions) -> None:
@@ -144,9 +144,7 @@ class TrainerBinding(TrainerCallback):
         self._save: object = None
         """Identifies the save in progress; None outside of one."""
         self._ahead: int | None = None
-        """The engine's steps minus the Trainer's, between two steps; None before the first."""
-        self._deferred: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        """Arguments of a save that waits for the end of the step."""
+        """The engine's steps minus the Trainer's, after the last step; None before the first."""
 
     @property
     def _trainer(self) -> Any:
@@ -163,6 +161,11 @@ class TrainerBinding(TrainerCallback):
         trainer.wait_for_save = self.wait_for_save
         trainer.elastic_options = self._options
         trainer.add_callback(self)
+        for callback in trainer.callback_handler.callbacks:
+            # accelerate takes the engine's step in backward, before the Trainer counts it and steps
+            # the schedulers. This callback would save in between; it asks again after the step.
+            if type(callback).__name__ == "JITCheckpointCallback":
+                callback.on_pre_optimizer_step = _do_nothing
         self._bind_accelerator(trainer.accelerator)
 
     def _bind_accelerator(self, accelerator: Any) -> None:
@@ -244,15 +247,7 @@ class TrainerBinding(TrainerCallback):
         return folder
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save a folder of the run: only repeats within it are skipped.
-
-        accelerate takes the engine's step in ``backward``, before the Trainer counts it and steps
-        the schedulers. A save in between (``enable_jit_checkpoint``) waits for the step's end.
-        """
-        ahead = self._ahead
-        if self._is_training and ahead is not None and self._steps_ahead() > ahead:
-            self._deferred = (args, kwargs)
-            return
+        """Save a folder of the run: only repeats within it are skipped."""
         self._save = object()
         try:
             on_nodes = self._trainer.args.save_on_each_node
@@ -302,15 +297,11 @@ class TrainerBinding(TrainerCallback):
     def _is_foreground(self, path: Path) -> bool:
         # Nothing waits for a save after train(), and an upload must not begin before. A run that
         # went back has replaced the Trainer's files next to an old checkpoint already. A run that
-        # stops gains nothing, and save_total_limit counts the empty folder of a deferred save.
+        # stops gains nothing, and a preempted one may have no time to wait at its end.
         trainer = self._trainer
         is_in_run = trainer is not None and self._is_training and not trainer.args.push_to_hub
         is_last = is_in_run and trainer.control.should_training_stop
         return not is_in_run or is_last or folder_at(path).is_checkpoint()
-
-    def _steps_ahead(self) -> int:
-        trainer = self._trainer
-        return int(trainer.model_wrapped.global_steps) - int(trainer.state.global_step)
 
     def _record(self, state: LoopState) -> Mapping[str, Any]:
         return state.record() | ({} if self._ahead is None else {_AHEAD: self._ahead})
@@ -347,7 +338,7 @@ class TrainerBinding(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Warn of samples and losses that differ from those of the old run, and prepare saves."""
         trainer, loaded = self._trainer, self._loaded
-        self._ahead = self._deferred = None
+        self._ahead = None
         if loaded is not None:
             warn_of_training(trainer, loaded)
             if trainer.is_world_process_zero():
@@ -357,15 +348,10 @@ class TrainerBinding(TrainerCallback):
             engine, options = trainer.model_wrapped, self._options
             prepare_saves(engine, resumed, trainer.args, trainer.state, options)
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Compare the counters of the engine and the Trainer between two steps."""
-        self._ahead = self._steps_ahead()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Make the save that was asked for within the step, instead of one that is due."""
-        if (deferred := self._deferred) is not None:
-            self._deferred, control.should_save = None, False
-            self.save_checkpoint(*deferred[0], **deferred[1])
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Compare the steps of the engine and the Trainer, which may take several in one."""
+        trainer = self._trainer
+        self._ahead = int(trainer.model_wrapped.global_steps) - int(trainer.state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """Set the epoch of a user's sampler.
@@ -379,9 +365,13 @@ class TrainerBinding(TrainerCallback):
                 sampler.set_epoch(int(state.epoch or 0))
 
 
+def _do_nothing(*_: object, **__: object) -> None:
+    pass
+
+
 def _warn_of_steps(loaded: Loaded, of_trainer: int) -> None:
     """Warn if the files of a folder are of different steps."""
-    ahead = loaded.record.get(_AHEAD, None if loaded.record else 0)
+    ahead = loaded.record.get(_AHEAD)  # DeepSpeed may have counted other steps in its own
     of_engine = loaded.result.manifest.progress.global_steps
     if ahead is not None and of_engine - ahead != of_trainer:
         log.warning(
