@@ -593,6 +593,8 @@ def _before_first_step(accelerator: Any, action: Callable[[], None]) -> None:
 def _check_counted(accelerator: Any, loaders: list[tuple[Any, Any]]) -> None:
     """Refuse a micro-batch size that accelerate has taken from another loader than the loop's.
 
+    If several loaders have been begun, the last of them need not be the loop's: only a warning.
+
     Args:
         accelerator: accelerate's, of an engine whose micro-batch size was ``auto``.
         loaders: those that were prepared with the engine, each as the user's and as prepared.
@@ -603,17 +605,21 @@ def _check_counted(accelerator: Any, loaders: list[tuple[Any, Any]]) -> None:
     ranks = accelerator.num_processes if accelerator.split_batches else 1
     sizes = [loader.batch_size // ranks for loader, _ in loaders]
     counted = (min if accelerator.deepspeed_plugin.is_train_batch_min else max)(sizes)
-    begun = accelerator.gradient_state.active_dataloader
+    references = accelerator.gradient_state.dataloader_references
+    *others, begun = [each for each in references if each is not None] or [None]
     for size, (_, prepared) in zip(sizes, loaders, strict=True):
         if size != counted and (begun is prepared or _skips_batches_of(begun, prepared)):
             msg = (
-                f"the training loader gives {size} samples to a rank, but another one of the same "
+                f"the training loader gives a rank {size} samples, but another one of the same "
                 f"prepare() gives {counted}, which accelerate takes for {_MICRO_BATCH}: "
                 "checkpoints would record another number of samples per step. Set "
                 f"{_MICRO_BATCH}={size} in DeepSpeed's configuration. To load a checkpoint that "
                 "has recorded the wrong number, also pass allow_global_batch_change=True once"
             )
-            raise UnsupportedError(msg)
+            if not others:
+                raise UnsupportedError(msg)
+            if accelerator.is_main_process:
+                log.warning("If the loader that was begun last is the training loader: %s", msg)
 
 
 def _load_rank_state(loaded: Loaded, rank: int) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def warn_of_data(
     if is_stateful and (changed or loaded.grid != grid):
         reasons.append("use_stateful_dataloader keeps one rank's position, which no other can use")
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        if changed:
+        if loaded.grid.data != grid.data:
             _check_equal_epochs(loader)
         _, sampler = samplers_of(loader)
         own_generator = getattr(sampler, "generator", None)  # a new one in each process

@@ -104,7 +104,8 @@ def wrap_initialize(**options: Any) -> Callable[[], None]:
             "wrap_initialize(async_save=True): the program does not know that saves are in the "
             "background, and may delete its last complete checkpoint while the next one is being "
             "written (save_total_limit=1). Leave it out, or have the program call "
-            "elastic(trainer, async_save=True), which checks this"
+            "elastic(trainer, async_save=True), which checks this, or elastic(engine, "
+            "async_save=True)"
         )
         raise UnsupportedError(msg)
     return replace_initialize(lambda engine: elastic(engine, **options))

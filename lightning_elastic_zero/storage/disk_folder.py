@@ -39,7 +39,7 @@ from lightning_elastic_zero.storage.own_files import (
     remove_own_files,
     rename_for_deletion,
 )
-from lightning_elastic_zero.storage.paths import read_file, sync_directory
+from lightning_elastic_zero.storage.paths import NO_ENTRY, read_file, sync_directory
 
 _log = logging.getLogger(__name__)
 
@@ -125,8 +125,12 @@ class DiskFolder(Folder):
 
     def repair(self) -> None:
         repair_target(self.path)
-        with suppress(PermissionError):  # Reading it raises a better error.
+        try:
             repair_all(self.path)
+        except OSError as error:
+            # Other checkpoints in it may be readable; reading this one raises a better error.
+            if error.errno not in NO_ENTRY | {errno.EROFS}:
+                raise
 
     def prepare(self, below: str) -> None:
         repair_target(self.path)

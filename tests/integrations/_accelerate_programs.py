@@ -304,8 +304,14 @@ def is_freed(*, bound: bool) -> bool:
     return held[0]() is None and held[1]() is None
 
 
-def first_step_with_evaluation(micro: int, evaluated: int) -> str:
-    """Prepare two loaders with a model, all batch sizes ``auto``; return the first step's error."""
+def first_step_with_evaluation(
+    micro: int, evaluated: int, *, complete: bool
+) -> tuple[str, list[str]]:
+    """Prepare two loaders with a model, all batch sizes ``auto``.
+
+    Returns the error and the warnings of the first step, which follows an evaluation that is
+    complete or ended early.
+    """
     use_gloo()
     plugin = DeepSpeedPlugin(hf_ds_config=ds_config(2, {}))
     accelerator = elastic(Accelerator(deepspeed_plugin=plugin))
@@ -314,12 +320,16 @@ def first_step_with_evaluation(micro: int, evaluated: int) -> str:
     model, optimizer, loader, evaluation = accelerator.prepare(
         model, optimizer, *(DataLoader(Tokens(32), batch_size=size) for size in (micro, evaluated))
     )
-    next(iter(evaluation))
+    evaluated_batches = iter(evaluation)
+    next(evaluated_batches)
+    if complete:
+        list(evaluated_batches)
     loader = accelerator.skip_first_batches(loader, 1)
-    error = error_text(lambda: accelerator.backward(model(**next(iter(loader))).loss))
+    with library_warnings() as warnings:
+        error = error_text(lambda: accelerator.backward(model(**next(iter(loader))).loss))
     model.destroy()
     _end(accelerator)
-    return error
+    return error, warnings
 
 
 def two_engines(

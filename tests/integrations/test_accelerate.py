@@ -391,15 +391,24 @@ def test_an_accelerator_whose_engine_only_is_elastic_is_refused_on_other_counts(
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize(("evaluated", "is_refused"), [(2, True), (8, False)])
+@pytest.mark.parametrize(
+    ("evaluated", "complete", "is_refused"),
+    [(2, True, True), (2, False, False), pytest.param(8, True, False, marks=pytest.mark.long)],
+)
 def test_a_global_batch_that_is_counted_from_another_loader_is_refused(
-    evaluated: int, is_refused: bool, hf_ranks: Pools
+    evaluated: int, complete: bool, is_refused: bool, hf_ranks: Pools
 ) -> None:
-    """Checkpoints would record it, and a resume on other counts be refused with wrong advice."""
-    for error in hf_ranks.run(2, partial(first_step_with_evaluation, 4, evaluated)):
-        words = "Set train_micro_batch_size_per_gpu=4 in DeepSpeed's configuration"
+    """Checkpoints would record it, and a resume on other counts be refused with wrong advice.
+
+    If an evaluation ended early, the loader that was begun last need not be the training loader.
+    """
+    program = partial(first_step_with_evaluation, 4, evaluated, complete=complete)
+    words = "Set train_micro_batch_size_per_gpu=4 in DeepSpeed's configuration"
+    for rank, (error, warnings) in enumerate(hf_ranks.run(2, program)):
         assert (words in error) is is_refused, error
         assert bool(error) is is_refused
+        is_warned = evaluated < 4 and not complete and rank == 0
+        assert [words in warning for warning in warnings] == [True] * is_warned
 
 
 @pytest.mark.long
