@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from lightning_elastic_zero.coordination.launchers import SHARED
+from lightning_elastic_zero.coordination.launchers import SHARED, agree_on_meeting
 from lightning_elastic_zero.coordination.liveness import Report, Timeouts, unresponsive_reason
 from lightning_elastic_zero.coordination.session import (
     CHECK_INTERVAL_S,
@@ -71,6 +71,9 @@ _CALL_TIMEOUT_S = 7 * 86400.0
 _opening = threading.Lock()
 _open: WeakKeyDictionary[Any, WeakValueDictionary[str, Any]] = WeakKeyDictionary()
 """This library's connection to each store, as long as a thread refers to it."""
+
+_parts: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The part of each process group's store that no earlier world has used, if they share it."""
 
 Command: TypeAlias = Callable[[], None]
 T = TypeVar("T")
@@ -384,6 +387,21 @@ def shared_connection(store: Any) -> Any:
             connection.set_timeout(timedelta(seconds=_CALL_TIMEOUT_S))
             known[""] = connection
     return connection
+
+
+def store_of_this_world(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """Return a store without the sessions of earlier worlds; collective, but only the first time.
+
+    Under torchrun, successive worlds may share a store. The counters of the sessions in it would
+    differ by rank if the earlier ranks were killed in different sessions.
+    """
+    if os.environ.get(SHARED) != str(True):
+        return store
+    if store not in _parts:
+        connection = shared_connection(store)  # not torch's: some calls wait
+        meeting = agree_on_meeting(connection, rank, world_size, timeout_s)
+        _parts[store] = PrefixStore(meeting.name, store)
+    return _parts[store]
 
 
 def check_open_file_limit(store: Any, world_size: int) -> None:

@@ -3,7 +3,7 @@
 torchrun's agent hosts one store for all successive worlds of its workers. Entries of a killed world
 are mistaken for those of the new one: gloo connects to addresses where no process listens any more,
 and counters continue. So the new ranks agree in that store on a port of rank 0's machine, and use a
-store there.
+store there. Ranks that are connected already agree on a new prefix of their keys instead.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -34,9 +35,10 @@ The last one is what platforms on Kubernetes call the annotation of a JobSet. A 
 
 _PREFIX = "elastic-zero/meeting"
 
-_JOINED_NODES = (
-    "If nodes joined or left before, agents that share their store send ranks to the store of a "
-    "node that is gone: start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes."
+_REMEDIES = (
+    "Call saves and loads on every rank. If nodes joined or left before, agents that share their "
+    "store send ranks to the store of a node that is gone: start torchrun with "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all nodes."
 )
 
 
@@ -59,8 +61,8 @@ def leave_shared_store(timeout_s: float) -> None:
         msg = f"torchrun's store at {host}:{port} does not answer, its agent has ended: {error}"
         raise RanksError(msg) from error
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    free_port = agree_on_port(store, rank, world_size, timeout_s)
-    os.environ.update({"MASTER_PORT": str(free_port), SHARED: str(False)})
+    meeting = agree_on_meeting(store, rank, world_size, timeout_s)
+    os.environ.update({"MASTER_PORT": str(meeting.port), SHARED: str(False)})
 
 
 def size_of_process_group() -> int | None:
@@ -75,8 +77,17 @@ def hosted_store(address: str) -> Iterator[int]:
     yield store.port
 
 
-def agree_on_port(store: Store, rank: int, world_size: int, timeout_s: float) -> int:
-    """Return a free port of rank 0's machine; collective.
+class Meeting(NamedTuple):
+    """What the ranks of one world have agreed on."""
+
+    name: str
+    """Unique among all worlds."""
+    port: int
+    """A port of rank 0's machine that was free."""
+
+
+def agree_on_meeting(store: Store, rank: int, world_size: int, timeout_s: float) -> Meeting:
+    """Return a new meeting, the same on all ranks; collective.
 
     Each other rank sets a unique word, and rank 0 answers every word that it finds, also those of
     ranks of earlier worlds, which nobody reads: the agent's store may have their entries. Rank 0
@@ -92,37 +103,37 @@ def agree_on_port(store: Store, rank: int, world_size: int, timeout_s: float) ->
     except RuntimeError as error:
         msg = (
             f"rank {rank} of {world_size}: rank 0 did not answer within {timeout_s:g} s in the "
-            f"rendezvous of torchrun's ranks. Check why it ended. {_JOINED_NODES}"
+            f"rendezvous of torchrun's ranks. Check why it ended. {_REMEDIES}"
         )
         raise RanksError(msg) from error
-    meeting, _, port = store.get(answer).decode().partition(" ")
-    store.set(f"{_PREFIX}/{meeting}/{rank}", "read")
-    return int(port)
+    name, _, port = store.get(answer).decode().partition(" ")
+    store.set(f"{_PREFIX}/{name}/{rank}", "read")
+    return Meeting(name, int(port))
 
 
-def _invite(store: Store, world_size: int, timeout_s: float) -> int:
-    """Answer all ranks until they have read it; return the port."""
-    meeting, port = uuid.uuid4().hex, _free_port()
+def _invite(store: Store, world_size: int, timeout_s: float) -> Meeting:
+    """Answer all ranks until they have read it; return the meeting."""
+    meeting = Meeting(uuid.uuid4().hex, _free_port())
     answered: dict[int, str] = {}
     absent = set(range(1, world_size))
     end_s = time.monotonic() + timeout_s
     while absent:
         for rank in sorted(absent):
-            if store.check([f"{_PREFIX}/{meeting}/{rank}"]):
+            if store.check([f"{_PREFIX}/{meeting.name}/{rank}"]):
                 absent.discard(rank)
             elif store.check([key := f"{_PREFIX}/word/{rank}"]):
                 word = store.get(key).decode()
                 if answered.get(rank) != word:
-                    store.set(f"{_PREFIX}/answer/{word}", f"{meeting} {port}")
+                    store.set(f"{_PREFIX}/answer/{word}", f"{meeting.name} {meeting.port}")
                     answered[rank] = word
         if absent and time.monotonic() > end_s:
             msg = (
                 f"{format_ranks(absent)} of {world_size} did not join the rendezvous of torchrun's "
-                f"ranks within {timeout_s:g} s. Check why they ended. {_JOINED_NODES}"
+                f"ranks within {timeout_s:g} s. Check why they ended. {_REMEDIES}"
             )
             raise RanksError(msg)
         time.sleep(0.05)
-    return port
+    return meeting
 
 
 def _free_port() -> int:

@@ -28,7 +28,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_elastic_zero.coordination.client import StoreRanks, check_open_file_limit
+from lightning_elastic_zero.coordination.client import (
+    StoreRanks,
+    check_open_file_limit,
+    store_of_this_world,
+)
 from lightning_elastic_zero.coordination.liveness import Timeouts
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.errors import ElasticZeroError
@@ -229,4 +233,5 @@ def connect_ranks(
     store, rank, world_size = _get_default_store(), dist.get_rank(), dist.get_world_size()
     if rank == 0:
         check_open_file_limit(store, world_size)
+    store = store_of_this_world(store, rank, world_size, times.absent_timeout_s)
     return StoreRanks(store, rank, world_size, name=name, times=times, call=call)

@@ -11,8 +11,14 @@ from functools import partial
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_elastic_zero.coordination.client import CommandQueue
-from lightning_elastic_zero.coordination.launchers import agree_on_port
+from lightning_elastic_zero.coordination.client import (
+    CommandQueue,
+    StoreRanks,
+    store_of_this_world,
+)
+from lightning_elastic_zero.coordination.launchers import SHARED, Meeting, agree_on_meeting
+from lightning_elastic_zero.coordination.liveness import Timeouts
+from lightning_elastic_zero.coordination.session import join_session
 from lightning_elastic_zero.errors import RanksError
 from tests.support.processes import HANG_TIMEOUT_S, PROMPT_TIMEOUT_S, finishes, free_port
 
@@ -82,11 +88,11 @@ def connect(port: int, *, hosts: bool = False) -> TCPStore:
     )
 
 
-def meet(port: int, ranks: range) -> list[int]:
-    """Start the ranks of a world, the last ones first; return the port that each agreed on."""
+def meet(port: int, ranks: range) -> list[Meeting]:
+    """Start the ranks of a world, the last ones first; return the meeting of each."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         calls = [
-            threads.submit(agree_on_port, connect(port), rank, len(ranks), HANG_TIMEOUT_S)
+            threads.submit(agree_on_meeting, connect(port), rank, len(ranks), HANG_TIMEOUT_S)
             for rank in reversed(ranks)
         ]
         return [call.result() for call in calls]
@@ -95,16 +101,40 @@ def meet(port: int, ranks: range) -> list[int]:
 def test_successive_worlds_agree_on_new_ports(port: int) -> None:
     found = [meet(port, range(world)) for world in (3, 3, 2)]
     assert all(len(set(of_world)) == 1 for of_world in found)
-    assert len({of_world[0] for of_world in found}) == len(found)
+    assert len({of_world[0].port for of_world in found}) == len(found)
+
+
+def test_a_world_is_in_step_although_an_earlier_one_was_killed(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its ranks had made a session more than the other."""
+    monkeypatch.setenv(SHARED, str(True))
+    for rank, calls in enumerate((["load", "save"], ["load"])):
+        for call in calls:
+            join_session(connect(port), "s", rank, call)
+
+    times = Timeouts(absent_timeout_s=20.0)
+
+    def load(rank: int) -> list[list[int]]:
+        store, found = connect(port), []
+        for call in ("load", "save"):
+            keys = store_of_this_world(store, rank, 2, HANG_TIMEOUT_S)
+            ranks = StoreRanks(keys, rank, 2, name="s", times=times, call=call)
+            found.append(ranks.all_gather("look", lambda: rank))
+            ranks.close()
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(load, range(2))) == [[[0, 1]] * 2] * 2
 
 
 def test_a_killed_rank_is_not_taken_for_its_successor(port: int) -> None:
     connect(port).set("elastic-zero/meeting/word/1", "of a rank that is dead")
     done = threading.Event()
-    found: list[int] = []
+    found: list[Meeting] = []
 
     def first() -> None:
-        found.append(agree_on_port(connect(port), 0, 2, HANG_TIMEOUT_S))
+        found.append(agree_on_meeting(connect(port), 0, 2, HANG_TIMEOUT_S))
         done.set()
 
     thread = threading.Thread(target=first)
@@ -112,7 +142,7 @@ def test_a_killed_rank_is_not_taken_for_its_successor(port: int) -> None:
     store = connect(port)
     store.wait(["elastic-zero/meeting/answer/of a rank that is dead"])
     assert not done.is_set()
-    found.append(agree_on_port(store, 1, 2, PROMPT_TIMEOUT_S))
+    found.append(agree_on_meeting(store, 1, 2, PROMPT_TIMEOUT_S))
     thread.join()
     assert found[0] == found[1]
 
@@ -122,4 +152,4 @@ def test_a_killed_rank_is_not_taken_for_its_successor(port: int) -> None:
 )
 def test_an_absent_rank_is_named(rank: int, named: str, port: int) -> None:
     with pytest.raises(RanksError, match=f"(?s){named}.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        agree_on_port(connect(port), rank, 3, 0.2)
+        agree_on_meeting(connect(port), rank, 3, 0.2)
