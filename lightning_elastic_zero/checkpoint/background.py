@@ -8,9 +8,8 @@ import os
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -110,6 +109,8 @@ class BackgroundSave(threading.Thread):
             self.failure = _joined(self.failure, _with_target(self.target, error, _BUT))
         if stats is not None:
             self._published.append(stats)
+        if self.failure is None:
+            atexit.unregister(self.end_at_exit)  # which keeps the snapshot
         self.over.set()
 
     def release_files(self) -> None:
@@ -127,7 +128,24 @@ class BackgroundSave(threading.Thread):
                 # The thread waits for a rank that may be lost.
                 self.release_files()
             self.over.wait(_CANCEL_TIMEOUT_S)
+        atexit.unregister(self.end_at_exit)  # The caller reports how it has ended.
         return self.over.is_set()
+
+    def take_failure(self) -> ElasticZeroError | None:
+        """Return the failure, to be raised or logged, once."""
+        atexit.unregister(self.end_at_exit)
+        failure, self.failure = self.failure, None
+        return failure
+
+    def end_at_exit(self) -> None:
+        """End it if the process ends before its result was taken; an exit hook.
+
+        Exit hooks keep the save alive: the engine, with the ``AsyncCheckpointer``, may be gone.
+        """
+        if not self.end(DRAIN_TIMEOUT_S):
+            log.error("%s", self.describe_pending())
+        elif (failure := self.take_failure()) is not None:
+            log.error("%s", failure)
 
     def describe_pending(self) -> str:
         """Describe the state of a save that does not end."""
@@ -167,9 +185,6 @@ class AsyncCheckpointer:
         self._snapshotter = Snapshotter()
         self._has_warned = False
         self._job: BackgroundSave | None = None
-        self._at_exit = _at_exit(weakref.ref(self))
-        # Registered after the exit hook of the connection, this runs before it.
-        atexit.register(self._at_exit)
 
     @property
     def busy(self) -> bool:
@@ -194,8 +209,11 @@ class AsyncCheckpointer:
             return False
         job = BackgroundSave(snapshot, self._ranks, self._queue, self._published, began)
         try:
+            # Registered after the exit hook of the connection, this runs before it.
+            atexit.register(job.end_at_exit)
             job.start()
         except BaseException:  # the system has no more threads
+            atexit.unregister(job.end_at_exit)
             job.release_files()
             raise
         self._job = job
@@ -292,7 +310,7 @@ class AsyncCheckpointer:
                     "that its disk responds"
                 )
                 raise SaveError(msg)
-        failure, job.failure = job.failure, None
+        failure = job.take_failure()
         if failure is not None and not job.reported:
             raise failure
         if failure is not None:
@@ -308,7 +326,6 @@ class AsyncCheckpointer:
             The failure of the last save, if it was neither raised nor logged.
         """
         failure = self.drain_local(drain_timeout_s)
-        atexit.unregister(self._at_exit)
         if not self.busy:  # else the thread is held by the disk, and reads the snapshot
             self._snapshotter.close()
         self._ranks.close()
@@ -322,7 +339,7 @@ class AsyncCheckpointer:
         if not job.end(drain_timeout_s):
             return SaveError(job.describe_pending())
         self._job = None
-        return job.failure
+        return job.take_failure()
 
 
 def _with_target(target: Folder, error: BaseException, what: str) -> ElasticZeroError:
@@ -341,13 +358,3 @@ def _joined(first: ElasticZeroError | None, second: ElasticZeroError) -> Elastic
     both = type(first)(f"{first}; {second}")
     both.__cause__ = first.__cause__
     return both
-
-
-def _at_exit(writer: weakref.ref[AsyncCheckpointer]) -> Callable[[], None]:
-    """Return a function that ends a save in flight if the process ends without a teardown."""
-
-    def end() -> None:
-        if (alive := writer()) is not None and (failure := alive.stop(DRAIN_TIMEOUT_S)) is not None:
-            log.error("%s", failure)
-
-    return end

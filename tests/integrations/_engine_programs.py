@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import errno
+import gc
 import inspect
 import io
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import partial
@@ -19,6 +24,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_elastic_zero import elastic, save_checkpoint, wrap_initialize
+from lightning_elastic_zero.checkpoint import background
+from lightning_elastic_zero.checkpoint.save import write_shards
 from lightning_elastic_zero.core import progress
 from tests.integrations._hf_programs import (
     MICRO,
@@ -28,7 +35,9 @@ from tests.integrations._hf_programs import (
     state_of,
     tiny_model,
 )
+from tests.support.launch import Job
 from tests.support.outcome import error_text
+from tests.support.processes import HANG_TIMEOUT_S
 
 
 def initialize(
@@ -157,6 +166,26 @@ def load_while_saving(folder: str) -> list[tuple[Any, int]]:
     found.append((state, engine.global_steps))
     engine.destroy()
     return found
+
+
+def forget_save(folder: str, job: Job, *, fails: bool) -> None:
+    """End after the engine was collected; its save in flight is written during the exit hooks."""
+    job.set_environment()
+    engine, may_write = elastic(initialize(0), async_save=True), threading.Event()
+
+    def write_at_exit(*args: Any) -> Any:
+        assert may_write.wait(HANG_TIMEOUT_S)
+        if fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_shards(*args)
+
+    pytest.MonkeyPatch().setattr(background, "write_shards", write_at_exit)
+    engine.save_checkpoint(folder)
+    seen = weakref.ref(engine)
+    del engine
+    gc.collect()
+    job.note("is collected", seen() is None)
+    atexit.register(may_write.set)
 
 
 def load_module_only(folder: str) -> tuple[int, int]:

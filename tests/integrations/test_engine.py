@@ -18,7 +18,8 @@ from lightning_elastic_zero import (
 )
 from lightning_elastic_zero.api import ElasticOptions
 from lightning_elastic_zero.errors import UnsupportedError
-from tests.support.ranks import Pools
+from tests.support.launch import run_ranks
+from tests.support.ranks import ForkServer, Pools
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -45,6 +46,18 @@ def test_an_engine_continues_on_other_counts(
     assert client_state == {"step": 2}
     tagged = hf_ranks.run(world, partial(programs.load, folder, stage, "global_step1"))[0]
     assert tagged[2] == {"step": 1}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_save_of_a_collected_engine_is_waited_for_at_exit(
+    fails: bool, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """And its failure is reported."""
+    program = partial(programs.forget_save, str(tmp_path), fails=fails)
+    [ended] = run_ranks(program, 1, fork_server)
+    assert ended.notes == {"is collected": True}, ended.stderr
+    assert (tmp_path / "global_step0" / "manifest.json").exists() is not fails
+    assert ("No space left on device" in ended.stderr) is fails
 
 
 @pytest.mark.engine
