@@ -129,6 +129,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 ORDER = (
     "house",
+    "test_store_faults",
     "checkpoint",
     "jobs",
     "trainer",
@@ -144,5 +145,5 @@ ORDER = (
 
 
 def _folder_order(item: pytest.Item) -> int:
-    folder = item.path.parent.name
-    return ORDER.index(folder) if folder in ORDER else len(ORDER)
+    names = {item.path.stem, item.path.parent.name}
+    return min((ORDER.index(name) for name in names.intersection(ORDER)), default=len(ORDER))
