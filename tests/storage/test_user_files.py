@@ -420,6 +420,7 @@ class TestLeftovers:
         self, place: Place, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         place(tmp_path / name)
+        fill(tmp_path / "last.ckpt", "new")  # so that the hidden one is not restored
         before = contents(tmp_path / name)
         os.utime(tmp_path / name, (0, 0))
         remove_leftovers(tmp_path)
