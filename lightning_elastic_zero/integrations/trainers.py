@@ -43,6 +43,7 @@ from lightning_elastic_zero.integrations.engines import (
     OnNodes,
     bound_options,
     find_checkpoint,
+    is_engine,
 )
 from lightning_elastic_zero.integrations.node_folders import (
     checkpoint_on_nodes,
@@ -165,7 +166,7 @@ class TrainerBinding(TrainerCallback):
             # accelerate takes the engine's step in backward, before the Trainer counts it and steps
             # the schedulers. This callback would save in between; it asks again after the step.
             if type(callback).__name__ == "JITCheckpointCallback":
-                callback.on_pre_optimizer_step = _do_nothing
+                callback.on_pre_optimizer_step = TrainerCallback().on_pre_optimizer_step
         self._bind_accelerator(trainer.accelerator)
 
     def _bind_accelerator(self, accelerator: Any) -> None:
@@ -350,8 +351,9 @@ class TrainerBinding(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Compare the steps of the engine and the Trainer, which may take several in one."""
-        trainer = self._trainer
-        self._ahead = int(trainer.model_wrapped.global_steps) - int(trainer.state.global_step)
+        engine, state = self._trainer.model_wrapped, self._trainer.state
+        if is_engine(engine):  # not in a training loop of the user's own
+            self._ahead = int(engine.global_steps) - int(state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """Set the epoch of a user's sampler.
@@ -363,10 +365,6 @@ class TrainerBinding(TrainerCallback):
             _, sampler = samplers_of(loader)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(int(state.epoch or 0))
-
-
-def _do_nothing(*_: object, **__: object) -> None:
-    pass
 
 
 def _warn_of_steps(loaded: Loaded, of_trainer: int) -> None:

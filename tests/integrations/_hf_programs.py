@@ -396,7 +396,7 @@ class TrainerCase:
     """Whether ``compute_loss`` returns the mean of a micro-batch, and no more."""
     epoch_ends_at: int = 0
     """Step at which a callback ends the epoch."""
-    preempted_at: int | None = None
+    preempted_at: int = 0
     """Step in which ``enable_jit_checkpoint`` saves."""
     zero3_init: str = ""
     """The source of the model, partitioned from the start: ``pretrained`` or ``config``."""
@@ -465,8 +465,8 @@ class EndEpoch(TrainerCallback):
 class Preempt(TrainerCallback):
     """Has ``enable_jit_checkpoint`` save within a step, as SIGTERM does."""
 
-    def __init__(self, case: TrainerCase) -> None:
-        self.step = case.preempted_at
+    def __init__(self, step: int) -> None:
+        self.step = step
         self.trainer: Any = None
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -535,8 +535,9 @@ def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> A
         model, data = classifier(), Labelled(case.samples)
     if case.mean_loss:
         model.accepts_loss_kwargs, cls = True, MeanLoss
-    watch, preempt = Watch(run, case), Preempt(case)
-    callbacks = [watch, preempt, *([Stop(case.stop_at)] if case.stop_at else [])]
+    watch = Watch(run, case)
+    preempts = [Preempt(case.preempted_at)] if case.preempted_at else []
+    callbacks = [watch, *preempts, *([Stop(case.stop_at)] if case.stop_at else [])]
     trainer = cls(
         model=None if case.model_init else model,
         model_init=(lambda: tiny_model(case.dropout)) if case.model_init else None,
@@ -546,7 +547,9 @@ def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> A
         eval_dataset=type(data)(12) if case.evaluate else None,
         callbacks=[*callbacks, EndEpoch(case.epoch_ends_at)],
     )
-    watch.trainer = preempt.trainer = trainer
+    watch.trainer = trainer
+    for preempt in preempts:
+        preempt.trainer = trainer
     if case.sampler == "batches":
         batches: Any = EpochBatches(case.samples, micro)
         trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(
