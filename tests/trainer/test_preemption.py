@@ -34,7 +34,7 @@ GRACE_S = 30.0
 """Time between the notice and the kill, as with Kubernetes, Google Cloud and torchrun's agent."""
 
 VALIDATED = 4
-"""Batches of a rank in a validation; each takes 0.3 s."""
+"""Batches of a rank in a validation."""
 
 
 def is_inside_window_after(trainer: pl.Trainer, step: int) -> bool:
@@ -84,10 +84,10 @@ SAVES = {
 
 
 class NotifiesInValidation(Callback):
-    """Creates the notice file during the slow validation after a step."""
+    """Creates the notice file during the validation after a step, and waits until it is read."""
 
-    def __init__(self, file: Path, step: int, notified: bool) -> None:
-        self.file, self.step, self.notified = file, step, notified
+    def __init__(self, file: Path, step: int, preemption: PreemptionCheckpoint | None) -> None:
+        self.file, self.step, self.preemption = file, step, preemption
         self.validated = 0
         """Number of batches of this validation."""
 
@@ -96,9 +96,11 @@ class NotifiesInValidation(Callback):
         if trainer.global_step != self.step:
             return
         self.validated += 1
-        if self.notified and self.validated == 2:
+        if self.preemption is not None and self.validated == 2:
             self.file.touch()
-        time.sleep(0.3)
+            deadline = time.monotonic() + GRACE_S
+            while not self.preemption._heard and time.monotonic() < deadline:
+                time.sleep(0.05)
 
 
 def fit_until_it_ends(run: FitCase, *first: Callback) -> Preempted:
@@ -117,11 +119,11 @@ def fit_until_it_ends(run: FitCase, *first: Callback) -> Preempted:
 
 
 def fit_until_preempted_in_validation(run: FitCase) -> tuple[Preempted, int]:
-    """Fit; the last rank gets a notice during the slow validation after step 5."""
+    """Fit; the last rank gets a notice during the validation after step 5."""
     file = Path(run.root) / "notice"
     notified = comm.get_rank() == comm.get_world_size() - 1
-    notifies = NotifiesInValidation(file, 5, notified)
     preemption = PreemptionCheckpoint(str(file) if notified else None)
+    notifies = NotifiesInValidation(file, 5, preemption if notified else None)
     return fit_until_it_ends(run, notifies, preemption), notifies.validated
 
 
