@@ -83,10 +83,12 @@ def check_load(
     """
     source.bind(here)
     training = bool(here.groups)
-    # If the ranks' buffers differed, all ranks of an evaluation use rank 0's: its result must not
-    # depend on the number of devices. In training, each rank gets its own.
     same_ranks = ranks.world_size if source.manifest.grid == here.grid else 0
-    shared = source.module_state(ranks.rank if training else 0, same_ranks)
+    shared = source.module_state(ranks.rank, same_ranks)
+    if not training:
+        # If the ranks' buffers differed, all ranks of an evaluation use rank 0's: its result must
+        # not depend on the number of devices.
+        shared = replace(source.module_state(0, same_ranks), rank_state=shared.rank_state)
     adapt_buffers(live.module(), shared.buffers, undo)
     here = replace(here, module_buffers=tuple(live.module_buffers()))
     # Weights alone begin a new run, with the schedule that is configured here.

@@ -25,6 +25,16 @@ _CHECKED_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
+class SelectedWeight:
+    """A weight or buffer that a conversion writes."""
+
+    names: Sequence[str]
+    """The selected names, several if it is tied; targets that store it once use the first."""
+    entry: TensorEntry
+    source: ChunkedSource
+
+
+@dataclass(frozen=True, slots=True)
 class ConvertOptions:
     """Options of ``convert_checkpoint``."""
 
@@ -70,8 +80,8 @@ class ConvertOptions:
 
 def selected_weights(
     checkpoint: OpenCheckpoint, options: ConvertOptions, dtype: torch.dtype | None = None
-) -> Iterator[tuple[TensorEntry, ChunkedSource]]:
-    """Yield the selected weights and buffers with their contents.
+) -> Iterator[SelectedWeight]:
+    """Yield the selected weights and buffers.
 
     ``dtype`` casts floating-point weights, except buffers; None: as the options say. Raises
     CheckpointMismatchError if nothing is selected.
@@ -79,10 +89,11 @@ def selected_weights(
     dtype = dtype or (None if options.dtype is None else DTYPES[options.dtype])
     empty = True
     for entry in checkpoint.weights():
-        if options.selects(entry.name):
+        if names := [*filter(options.selects, (entry.name, *checkpoint.aliases(entry)))]:
             empty = False
             kept = options.marks_as_buffer(checkpoint, entry)
-            yield entry, source_of(checkpoint, entry, None if kept else dtype)
+            source = source_of(checkpoint, entry, None if kept else dtype)
+            yield SelectedWeight(names, entry, source)
     if empty:
         names = format_names(entry.name for entry in checkpoint.weights())
         given = f"include={list(options.include)}, exclude={list(options.exclude)}"

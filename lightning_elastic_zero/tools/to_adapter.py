@@ -49,13 +49,14 @@ def write_adapter_folder(
     config = _adapter_config(checkpoint, options)
     fields = json.loads(config)
     weights, left = [], []
-    for entry, source in selected_weights(checkpoint, options):
-        adapter, key = adapter_key(entry.name)
+    for weight in selected_weights(checkpoint, options):
+        name, entry = weight.names[0], weight.entry
+        adapter, key = adapter_key(name)
         if not adapter and entry.role == "trained":
-            adapter, key = _other_key(entry.name, fields, options.adapter_name)
-            left += [] if adapter else [entry.name]
+            adapter, key = _other_key(name, fields, options.adapter_name)
+            left += [] if adapter else [name]
         if adapter == options.adapter_name:
-            weights.append(NamedSource(key, entry.shape, source))
+            weights.append(NamedSource(key, entry.shape, weight.source))
     ways = (
         "To write the adapter with PEFT, convert to fp32, load that file into the model and call "
         "its save_pretrained"

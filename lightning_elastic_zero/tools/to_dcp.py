@@ -45,13 +45,11 @@ def write_dcp(
         )
 
     tensors: list[RowsSource] = []
-    for entry, source in selected_weights(checkpoint, options):
-        first = rows(("model", entry.name), entry, source.dtype)
+    for weight in selected_weights(checkpoint, options):
+        name, *others = weight.names
+        first = rows(("model", name), weight.entry, weight.source.dtype)
         tensors.append(first)
-        tensors += [
-            replace(first, path=("model", name), same_as=first.path)
-            for name in checkpoint.aliases(entry)
-        ]
+        tensors += [replace(first, path=("model", n), same_as=first.path) for n in others]
     objects: dict[tuple[str | int, ...], Any] = {}
     if options.optimizer or (options.optimizer is None and not checkpoint.manifest.weights_only):
         check_optimizer(checkpoint, options)

@@ -56,8 +56,8 @@ def write_safetensors_folder(
     ``state.<parameter>.<key>``; groups and states that are Python numbers to ``optimizer.json``.
     """
     weights = [
-        NamedSource(entry.name, entry.shape, source)
-        for entry, source in selected_weights(checkpoint, options)
+        NamedSource(weight.names[0], weight.entry.shape, weight.source)
+        for weight in selected_weights(checkpoint, options)
     ]
     if options.optimizer:
         check_optimizer(checkpoint, options)

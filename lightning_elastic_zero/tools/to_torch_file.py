@@ -53,10 +53,9 @@ def _state_dict(
     dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
     tensors = {}
-    for entry, source in selected_weights(checkpoint, options, dtype):
-        tensor = builder.add(source).view(entry.shape)
-        for name in (entry.name, *checkpoint.aliases(entry)):
-            tensors[name] = tensor
+    for weight in selected_weights(checkpoint, options, dtype):
+        tensor = builder.add(weight.source).view(weight.entry.shape)
+        tensors.update(dict.fromkeys(weight.names, tensor))
     return tensors
 
 

@@ -24,7 +24,12 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.copies import drifted_copies
 from lightning_elastic_zero.formats.dcp_read import is_dcp
 from lightning_elastic_zero.formats.deepspeed_files import describe_missing_latest, is_deepspeed
-from lightning_elastic_zero.formats.newest import checkpoints_in, newest_first, newest_intact
+from lightning_elastic_zero.formats.newest import (
+    checkpoints_in,
+    manifest_of,
+    newest_first,
+    newest_intact,
+)
 from lightning_elastic_zero.formats.open import (
     MARKS,
     MAX_ENTRIES,
@@ -273,7 +278,15 @@ def _candidates(folder: AnyPath, *, allow_pickle: bool) -> list[AnyPath]:
     except OSError as error:
         msg = f"{folder} cannot be listed ({error.strerror}): check the path and its permissions"
         raise CheckpointNotFoundError(msg) from error
-    return newest_first(dict.fromkeys(candidates, 0))
+    return newest_first({path: _steps_of(path) for path in candidates})
+
+
+def _steps_of(path: AnyPath) -> int:
+    """Return a checkpoint's optimizer steps; 0 if it is of other software or cannot be opened."""
+    with suppress(OSError):
+        if folder_at(path).is_checkpoint() and (manifest := manifest_of(path)) is not None:
+            return manifest.progress.global_steps
+    return 0
 
 
 def folders_with_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:

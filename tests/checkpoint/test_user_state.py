@@ -356,6 +356,20 @@ def loaded_states(setup: EngineCase, path: str) -> tuple[dict[str, Any], dict[st
     return loaded.client_state, loaded.rank_state
 
 
+def states_in_evaluation(case: EngineCase, path: str) -> dict[str, Any]:
+    """Load into an engine without an optimizer; return the rank state."""
+    import deepspeed
+
+    from lightning_elastic_zero.api import load_checkpoint
+
+    config = case.config()
+    engine, *_ = deepspeed.initialize(model=case.model(7), config=config, dist_init_required=False)
+    try:
+        return load_checkpoint(engine, path).rank_state
+    finally:
+        engine.destroy()
+
+
 def test_rank_0s_client_state_serves_all_and_each_rank_gets_its_rank_state(
     pools: Pools, tmp_path: Path
 ) -> None:
@@ -368,6 +382,8 @@ def test_rank_0s_client_state_serves_all_and_each_rank_gets_its_rank_state(
     same = pools.run(2, partial(loaded_states, EngineCase(2, "3"), path))
     assert same == [(client, {"seen": rank, "at": [Path(f"{rank}")]}) for rank in range(2)]
     assert pools.run(1, partial(loaded_states, EngineCase(1, "2"), path)) == [(client, {})]
+    evaluated = pools.run(2, partial(states_in_evaluation, EngineCase(2, "3"), path))
+    assert evaluated == [own for _, own in same]
 
 
 def test_state_that_no_load_could_read_is_refused_at_save(pools: Pools, tmp_path: Path) -> None:

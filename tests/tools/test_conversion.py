@@ -131,6 +131,27 @@ def test_tied_names_of_a_single_file_are_converted(to: str, tmp_path: Path) -> N
     assert row.aliases == (other,)
 
 
+@pytest.mark.parametrize("to", ["fp32", "lightning", "dcp", "safetensors"])
+def test_a_tied_weight_is_written_under_its_selected_names(to: str, tmp_path: Path) -> None:
+    weight = torch.arange(6.0)
+    tied = {"shared.weight": weight, "encoder.embed.weight": weight, "head.weight": weight}
+    torch.save({"state_dict": tied}, tmp_path / "a.ckpt")
+    first, second, third = tied
+    cases = (
+        (ConvertOptions(include=["encoder.*"]), [second]),
+        (ConvertOptions(exclude=["shared.*"]), [second, third]),
+        (ConvertOptions(exclude=["head.*"]), [first, second]),
+    )
+    for number, (options, wanted) in enumerate(cases):
+        there = tmp_path / f"{number}"
+        convert_checkpoint(tmp_path / "a.ckpt", there, to, options)
+        if to == "safetensors":  # Its readers tie the other names again.
+            assert list(load_file(there / "model.safetensors")) == wanted[:1]
+            continue
+        rows = inspect_checkpoint(there).manifest.parameters
+        assert sorted(name for p in rows for name in (p.name, *p.aliases)) == sorted(wanted)
+
+
 @pytest.mark.parametrize("to", ["fp32", "bf16", "lightning", "dcp", "safetensors"])
 def test_named_buffers_are_not_rounded(to: str, tmp_path: Path) -> None:
     odd = torch.rand(6, dtype=torch.float64)

@@ -44,7 +44,7 @@ from lightning_elastic_zero.tools.inspection import inspect_checkpoint
 from lightning_elastic_zero.tools.selection import ConvertOptions
 from lightning_elastic_zero.tools.verification import newest_sound_checkpoint, verify_checkpoint
 from tests.support.foreign_checkpoints import unpack
-from tests.support.plain_checkpoints import make_state, write_elastic
+from tests.support.plain_checkpoints import make_state, manifest_of, write_elastic
 from tests.support.processes import finishes
 
 Run = Callable[..., tuple[int, str, str]]
@@ -288,6 +288,14 @@ def test_steps_decide_between_checkpoints_of_one_time(tmp_path: Path) -> None:
         steps[write_elastic(tmp_path / name, make_state())] = step
         os.utime(tmp_path / name / "manifest.json", (time_s, time_s))
     assert [path.name for path in newest_first(steps)] == ["c", "a", "b"]
+
+
+def test_steps_decide_between_sound_checkpoints_of_one_time(tmp_path: Path) -> None:
+    for step in (9, 10):
+        progress = replace(manifest_of(make_state(), 2, 2).progress, global_steps=step)
+        path = write_elastic(tmp_path / f"step={step}.ckpt", make_state(), progress=progress)
+        os.utime(path / "manifest.json", (1000, 1000))
+    assert newest_sound_checkpoint(tmp_path) == tmp_path / "step=10.ckpt"
 
 
 def test_a_folder_of_two_checkpoints_is_not_called_sound(tmp_path: Path) -> None:
