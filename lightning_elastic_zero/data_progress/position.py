@@ -143,9 +143,10 @@ class DataPosition:
         if not samples or not global_batch_size:
             return self.position
         steps = samples // global_batch_size
-        exact = steps * global_batch_size == samples
+        # In a shortened epoch that goes on, other steps precede the validation.
+        counts = self.position.is_over or steps * global_batch_size == samples
         return replace(
-            self.position, steps=steps, is_validated=self.position.is_validated and exact
+            self.position, steps=steps, is_validated=self.position.is_validated and counts
         )
 
     def to_plain(self) -> dict[str, Plain]:

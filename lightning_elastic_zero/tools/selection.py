@@ -89,11 +89,11 @@ def selected_weights(
     dtype = dtype or (None if options.dtype is None else DTYPES[options.dtype])
     empty = True
     for entry in checkpoint.weights():
-        if names := [*filter(options.selects, (entry.name, *checkpoint.aliases(entry)))]:
+        if selected := [*filter(options.selects, (entry.name, *checkpoint.aliases(entry)))]:
             empty = False
             kept = options.marks_as_buffer(checkpoint, entry)
             source = source_of(checkpoint, entry, None if kept else dtype)
-            yield SelectedWeight(names, entry, source)
+            yield SelectedWeight(selected, entry, source)
     if empty:
         names = format_names(entry.name for entry in checkpoint.weights())
         given = f"include={list(options.include)}, exclude={list(options.exclude)}"

@@ -207,21 +207,31 @@ def prefetch_next_batch(trainer: pl.Trainer) -> bool:
 
 
 def check_one_batch_per_step(trainer: pl.Trainer) -> None:
-    """Refuse a ``training_step(dataloader_iter)`` that takes several batches at once.
+    """Refuse a ``training_step(dataloader_iter)`` whose steps have several batches.
 
-    Positions in the data are computed from the number of calls. One batch may be taken ahead.
+    Positions in the data are computed from the number of calls; one batch may be taken ahead.
+    Lightning clears gradients by the number of the batch, which in such a call is that of the
+    previous one: within a window, and ZeRO-3 and stage 0 then lose what was accumulated.
     """
     fetcher = data_fetcher(trainer)
+    if isinstance(fetcher, fetchers._PrefetchDataFetcher):
+        return
+    if trainer.accumulate_grad_batches > 1:
+        msg = (
+            f"training_step(dataloader_iter) with accumulate_grad_batches="
+            f"{trainer.accumulate_grad_batches}: Lightning would clear gradients within a step. "
+            "Use one batch per step (a larger batch_size, or more devices), or training_step(batch)"
+        )
+        raise UnsupportedError(msg)
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     done = progress.current.processed
-    if isinstance(fetcher, fetchers._PrefetchDataFetcher) or fetcher.fetched <= done + 1:
-        return
-    msg = (
-        f"training_step has taken {fetcher.fetched} batches from dataloader_iter in {done} calls, "
-        "expected one in each call (and at most one ahead), because a checkpoint counts calls. "
-        "Use a larger batch_size, or accumulate_grad_batches"
-    )
-    raise UnsupportedError(msg)
+    if fetcher.fetched > done + 1:
+        msg = (
+            f"training_step has taken {fetcher.fetched} batches from dataloader_iter in {done} "
+            "calls, expected one in each call (and at most one ahead), because a checkpoint counts "
+            "calls. Use a larger batch_size"
+        )
+        raise UnsupportedError(msg)
 
 
 def _set_validation_interval(trainer: pl.Trainer, *, is_planned: bool) -> None:

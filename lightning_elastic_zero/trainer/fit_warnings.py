@@ -30,6 +30,7 @@ from lightning_elastic_zero.trainer.loaders import (
     describe_loader,
     elastic_sampler_of,
     resumable_part_of,
+    worker_init_of,
 )
 from lightning_elastic_zero.trainer.schedulers import CLASS_KEYS
 
@@ -129,7 +130,7 @@ def warn_of_workers(loaders: Sequence[object], position: Position) -> None:
             continue
         numbers = "random numbers"
         if elastic_sampler_of(loader) is not None or isinstance(loader, Stateful):
-            if _is_lightnings(getattr(loader, "worker_init_fn", None)):
+            if _is_lightnings(worker_init_of(loader)):
                 continue
             numbers = "numbers from generators that worker_init_fn creates"
         if position.steps and not position.is_over:

@@ -268,6 +268,12 @@ def keep_workers_from_signals(loader: object) -> None:
         loader.worker_init_fn = _InOwnGroup(loader.worker_init_fn)
 
 
+def worker_init_of(loader: object) -> object:
+    """Return the ``worker_init_fn`` that a loader was given; None if it has none."""
+    function = getattr(loader, "worker_init_fn", None)
+    return function.given if isinstance(function, _InOwnGroup) else function
+
+
 def has_own_state(loader: object) -> bool:
     """Whether a resume places a loader by its own state."""
     is_placed = elastic_sampler_of(loader) is not None or resumable_part_of(loader) is not None

@@ -217,7 +217,6 @@ class PreemptionCheckpoint(Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if not pending_micro_batches(trainer) and _any_rank(trainer, flag=bool(self._heard)):
-            log_train_step(trainer)
             self._save_and_end(trainer)
 
     @override
@@ -261,7 +260,14 @@ class PreemptionCheckpoint(Callback):
             os.write(2, f"{self._heard}: all ranks save and end after this step.\n".encode())
 
     def _save_and_end(self, trainer: pl.Trainer) -> None:
+        """Save; end the run unless this was its last step.
+
+        A run that is started again with all its steps would not validate or save any more.
+        """
         self._ending = True  # the handlers stay: further signals change nothing
+        is_last = trainer.global_step == trainer.max_steps
+        if not is_last:
+            log_train_step(trainer)
         strategy = cast("ElasticDeepSpeedStrategy", trainer.strategy)  # checked in setup()
         path = self._path(trainer)
         heard = strategy._get_ranks().all_gather("end a preempted run", lambda: self._heard)
@@ -276,6 +282,9 @@ class PreemptionCheckpoint(Callback):
         if self._heard:
             seconds = time.monotonic() - self._heard_at
             log.info("rank %d: saved %.1f s after the notice", trainer.global_rank, seconds)
+        if is_last:
+            rank_zero_info(f"Saved {path} after the last of max_steps: the run ends as usual.")
+            return
         if trainer.is_global_zero:
             asked = "last" if is_found_as_last(trainer, path) else path
             rank_zero_info(

@@ -450,16 +450,17 @@ def test_a_missing_field_of_a_loader_has_its_default() -> None:
     assert DataPosition.of(manifest, "here").loaders == (LoaderRecord(), LoaderRecord(order=ORDER))
 
 
-@given(st.integers(1, 50), st.integers(0, 20))
-def test_another_global_batch_skips_no_sample(size: int, steps: int) -> None:
+@given(st.integers(1, 50), st.integers(0, 20), st.booleans())
+def test_another_global_batch_skips_no_sample(size: int, steps: int, is_over: bool) -> None:
+    """The validation of an epoch that is over is not repeated."""
     record = DataPosition(
-        Position(0, steps, is_validated=True),
+        Position(0, steps, is_over=is_over, is_validated=True),
         steps,
         RunSettings(RankGrid(1), 1, global_batch_size=12),
     )
     position = record.at_batch_size(size)
     assert position.steps * size <= steps * 12 < (position.steps + 1) * size
-    assert position.is_validated == (position.steps * size == steps * 12)
+    assert position.is_validated == (is_over or position.steps * size == steps * 12)
 
 
 @pytest.mark.parametrize(("was", "now"), [(None, 6), (12, None), (None, None)])

@@ -21,6 +21,7 @@ from lightning_elastic_zero.trainer.fit_warnings import (
     warn_of_replaced_rates,
     warn_of_workers,
 )
+from lightning_elastic_zero.trainer.loaders import keep_workers_from_signals
 from tests.support.outcome import captured_warnings
 
 NO_RATES = [None, "relative", [0.1, 0.2], {"dtype": "float32"}, torch.ones(2)]
@@ -96,6 +97,8 @@ def test_generators_of_workers_that_restart_are_named(
         )
         for init in (None, lightnings, print)
     ]
+    for loader in loaders:
+        keep_workers_from_signals(loader)  # as a fit does
     with captured_warnings() as heard:
         warn_of_workers(loaders, position)
     assert len(heard) == bool(why)

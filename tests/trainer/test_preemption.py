@@ -195,6 +195,16 @@ def test_a_preempted_run_ends_in_time_and_continues_on_another_world(
             assert loss == pytest.approx(expected.losses[at], rel=1e-4), at
 
 
+def test_a_run_that_is_preempted_in_its_last_step_completes(worlds: Pools, tmp_path: Path) -> None:
+    """A continued run would find that it has all its steps, and neither validate nor save."""
+    run = recorded(stage=1, root=str(tmp_path), checkpoint=SAVES, validate=True)
+    run = replace(run, epochs=None, max_steps=4)
+    ended = worlds.run(2, partial(fit_until_preempted, run, ("SIGTERM",)))
+    assert [(e.code, e.step) for e in ended] == [(-1, 4)] * 2
+    assert {path.name for path in tmp_path.glob("*step=4*")}
+    assert (tmp_path / NAME / "manifest.json").exists()
+
+
 class SignalsGroup(Callback):
     """Has another process send SIGTERM to the group of this rank after a step, as torchrun does."""
 

@@ -209,13 +209,15 @@ class FetchesTwoBatches(FetchesBatches):
 
 def test_a_step_that_fetches_its_batches_may_fetch_only_one(worlds: Pools, tmp_path: Path) -> None:
     """With several batches, a resume would repeat samples."""
-    run = recorded(length=96, batch_size=6, save=("step 0.3",), root=str(tmp_path))
+    run = recorded(length=96, batch_size=12, save=("step 0.3",), root=str(tmp_path))
     run = replace(run, net=FetchesBatches)
     reference = record(worlds, 2, run)
     for world in (1, 2):
         assert_continued(worlds, world, run, reference, {"step 0.3": 3})
     error = "UnsupportedError: training_step has taken 4 batches from"
     assert_refused(worlds, 2, replace(run, net=FetchesTwoBatches), error)
+    error = "UnsupportedError: training_step(dataloader_iter) with accumulate_grad_batches=2"
+    assert_refused(worlds, 2, replace(run, batch_size=3), error)
 
 
 class CountedLoader(StatefulLoader):
