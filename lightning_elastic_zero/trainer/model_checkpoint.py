@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from typing import Any, TypeVar, cast
@@ -298,7 +298,11 @@ class ModelCheckpointHooks:
         checkpoint = folder_at(path).follow_links()
         with suppress(ElasticZeroError, FileNotFoundError, NotADirectoryError, ValueError):
             manifest = manifest_from_json(checkpoint.read_manifest().decode(), str(checkpoint))
-            is_same = manifest.progress == loaded.progress
+            expected = loaded.progress
+            if callback.save_weights_only:  # It records the engine's progress alone.
+                batch = manifest.progress.global_batch_size
+                expected = replace(expected, sampler={}, global_batch_size=batch)
+            is_same = manifest.progress == expected
             return is_same and checkpoint.published_ns() >= self._loaded_ns
         return False
 

@@ -251,6 +251,19 @@ def test_each_callback_has_its_own_save_after_a_resume_from_the_firsts(
     assert made > before
 
 
+def test_weights_that_were_saved_after_the_loaded_checkpoint_are_not_saved_again(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """Such a file records no position; one that no callback knows would never be deleted."""
+    scores = (3.0, 2.0, 4.0)
+    whole = {"filename": "whole-{step}"}
+    weights = {"monitor": "score", "filename": "weights-{step}", "save_weights_only": True}
+    killed = scored(tmp_path, scores, whole, weights, kill_at=STEPS_PER_EPOCH)
+    runs = (killed, resumed(killed, "whole-step=2.ckpt"))
+    again = worlds.run(1, partial(fits_scored, *runs))[0][1]
+    assert again.kept == ["weights-step=6.ckpt", "whole-step=2.ckpt", "whole-step=6.ckpt"]
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_preempted_step_is_logged_and_its_due_save_is_made(
     elsewhere: bool, worlds: Pools, tmp_path: Path
