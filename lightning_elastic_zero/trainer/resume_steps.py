@@ -190,12 +190,22 @@ class ResumeSteps:
         restart_data(loaded, combined, consumed)
 
     def _enter_epoch(self, loaded: LoadedRun) -> None:
-        """Step 9: make up for ``on_train_epoch_start``, which Lightning calls once per epoch."""
+        """Step 9: make up for ``on_train_epoch_start``, which Lightning calls once per epoch.
+
+        An epoch that starts over counts as not entered, so that Lightning calls the hook. Step 7
+        needs the counters of its batches before that.
+        """
         trainer, position = loaded.trainer, loaded.position
+        if position.steps == 0 and not position.is_over:
+            fit: Any = trainer.fit_loop
+            fit.reset_restart_stage()
+            fit.epoch_loop.batch_progress.reset_on_run()
+            for counts in (fit.epoch_progress.current, fit.epoch_progress.total):
+                counts.ready = counts.started = counts.processed
+            return
         if loaded.is_inside_epoch:
             warn_of_epoch_hooks(trainer, position.epoch)
-        bar = trainer.progress_bar_callback
-        if bar is not None and (position.steps or position.is_over):
+        if (bar := trainer.progress_bar_callback) is not None:
             bar.on_train_epoch_start(trainer, trainer.lightning_module)
 
     def _stop_as_requested(self, loaded: LoadedRun) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tests.support.fits import FitCase, error_of, fit
 from tests.support.outcome import error_text
 from tests.support.ranks import Pools
+from tests.trainer._recorded_data import Shard
 from tests.trainer._recorded_runs import (
     RunRecord,
     assert_continued,
@@ -77,6 +81,38 @@ def test_an_epoch_restarts_with_a_warning_if_allowed(
     assert [seen.steps[step] for step in range(3, 13)] == [*again, *again]
     assert seen.global_step == 13
     assert any("Epoch 0 starts over" in text for text in seen.messages)
+
+
+class SelectsShard(Callback):
+    """Selects the data of each epoch at its start, as users do with ``set_epoch`` of a data set."""
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        loader.dataset.number = trainer.current_epoch
+
+
+def shards_of(run: FitCase) -> dict[str, Any]:
+    return {"train_dataloaders": DataLoader(Shard(0, run.length), run.batch_size)}
+
+
+def test_hooks_at_the_start_of_an_epoch_that_restarts_are_called(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """A save that the resume makes up for is at the start of the epoch, too."""
+    policy = {"on_unresumable_data": "restart_epoch"}
+    run = recorded(length=60, strategy=policy, data=shards_of, callbacks=(SelectsShard,))
+    run = replace(run, checkpoint={"every_n_train_steps": 7, "filename": "kept"})
+    saving, reference = saved(run, worlds, tmp_path, "step 1.2", world=1)
+    shutil.rmtree(kept := tmp_path / "kept.ckpt")  # as if killed before this save
+    seen = record(worlds, 1, saving.resumed("step 1.2"))
+    assert seen.events[0] == "epoch 1 starts at 7"
+    assert [seen.steps[7 + step] for step in range(5)] == [
+        reference.steps[5 + step] for step in range(5)
+    ]
+    assert not any("is not called" in text for text in seen.messages)
+    position = json.loads((kept / "manifest.json").read_text())["progress"]["sampler"]
+    assert (position["epoch"], position["epoch_steps"]) == (1, 0)
 
 
 @pytest.mark.parametrize("kind", ["seeks", "own batches"])
