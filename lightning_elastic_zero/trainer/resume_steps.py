@@ -6,6 +6,7 @@ loaders. Each step states what it needs from earlier ones.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,7 +118,7 @@ class ResumeSteps:
         more = (position.steps - before.steps) * settings.accumulate
         loaded = replace(loaded, position=position)
         loaded = check_data(loaded, training_loaders(trainer), self.policy)
-        is_shortened = _is_epoch_shortened(loaded)
+        is_shortened = _end_shortened_epoch(loaded)
         if is_shortened:
             loaded = replace(loaded, position=replace(loaded.position, is_over=True))
         progress, length = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.max_batches
@@ -242,8 +243,8 @@ class ResumeSteps:
         )
 
 
-def _is_epoch_shortened(loaded: LoadedRun) -> bool:
-    """Whether an epoch is now shorter than its progress, so that it ends at this position."""
+def _end_shortened_epoch(loaded: LoadedRun) -> bool:
+    """End an epoch that is now shorter than its progress; return whether it is."""
     fit, position = loaded.trainer.fit_loop, loaded.position
     reached = position.steps * loaded.trainer.accumulate_grad_batches
     if not loaded.is_inside_epoch or reached < fit.max_batches:
@@ -253,6 +254,11 @@ def _is_epoch_shortened(loaded: LoadedRun) -> bool:
         "taken, and an epoch is now shorter than that."
     )
     fit.epoch_loop.batch_progress.is_last_batch = True
+    with warnings.catch_warnings():
+        # The saved optimizer has stepped, of which this process does not know.
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step", UserWarning)
+        # Lightning makes this step after an epoch's last batch, and the saved run had more to come.
+        fit.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     return True
 
 

@@ -260,12 +260,14 @@ def test_states_of_loaders_survive_two_resumes(worlds: Pools, tmp_path: Path) ->
         assert seen.steps == from_step(reference.steps, 2)
 
 
-@pytest.mark.long
 def test_an_epoch_that_is_shorter_after_a_resume_ends_immediately(
     worlds: Pools, tmp_path: Path
 ) -> None:
-    run = recorded(save=("step 0.3",), root=str(tmp_path))
+    """Its schedule makes the step of the epoch's end."""
+    run = recorded(save=("step 0.3",), root=str(tmp_path), schedule="epoch")
     shorter = run.resumed("step 0.3", trainer={"limit_train_batches": 2})
-    _, seen = records(worlds, 2, [run, shorter])
+    whole, seen = records(worlds, 2, [run, shorter])
     assert {step: len(ids) for step, ids in seen.steps.items()} == {3: 12, 4: 12}
+    assert seen.rates == dict.fromkeys((3, 4), whole.rates[5])
     assert any("ends here" in text for text in seen.messages)
+    assert not any("before `optimizer.step()`" in text for text in seen.messages)
