@@ -191,6 +191,7 @@ class DumpsReader(CheckpointReader):
             ),
             hyperparameters=hyperparameters,
             has_counters=False,
+            unmatched=self._shards.unmatched(),
         )
 
     def names(self) -> Sequence[str]:

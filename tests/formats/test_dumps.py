@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -279,6 +280,37 @@ def test_a_renamed_model_file_of_deepspeed_is_accepted(copy: Copy) -> None:
     torch.save({"module": load(folder / "model.pt")}, saved)
     saved.replace(folder / "model.pt")
     assert describe(fixture).parameters == found.parameters
+
+
+def of_muon(groups: list[Any], _: dict[Any, Any]) -> None:
+    """Mark a group as one of Muon's, whose momenta in ZeRO-1/2 are of whole parameters."""
+    groups[0]["use_muon"] = True
+
+
+def global_state(_: list[Any], states: dict[Any, Any]) -> None:
+    states["global"] = {"k": torch.tensor(1)}
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (of_muon, "keeps Muon's momentum of whole parameters"),
+        (global_state, "belongs to no parameter (keys 'global')"),
+    ],
+)
+def test_optimizer_state_that_cannot_be_resharded_is_named(
+    edit: Callable[[list[Any], dict[Any, Any]], None], text: str, copy: Copy
+) -> None:
+    """A load of the optimizer state is refused with this reason, as of DeepSpeed's own files."""
+    fixture = copy("dumps2")
+    for path in dumps_in(fixture.checkpoint):
+        held = load(path)["base_optimizer_state"]
+        edit(held["param_groups"], held["state"])
+        change(path, base_optimizer_state=held)
+    describe(fixture)
+    with closing(open_checkpoint(fixture.checkpoint)) as reader:
+        assert text in reader.info.unmatched
+        assert "load_optimizer_state=False" in reader.info.unmatched
 
 
 # -- refusals of a description ---------------------------------------------------------------------
