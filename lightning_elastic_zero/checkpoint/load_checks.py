@@ -143,6 +143,14 @@ def _check_optimizer(
     if scope.optimizer_state and info.mixed:
         msg = f"{where} mixes files of several saves: {info.mixed}"
         raise CheckpointFormatError(msg)
+    if scope.hyperparameters and not info.are_members_known:
+        msg = (
+            f"{where} has {len(saved.groups)} parameter groups that identify their members by "
+            "positions, which do not fit this run's groups, so their hyperparameters and rates "
+            "cannot be matched: configure the groups of the saved run, or pass "
+            "load_hyperparameters=False too, to use the configured ones"
+        )
+        raise CheckpointMismatchError(msg)
     if scope.optimizer_state or scope.hyperparameters:
         steps = progress.global_steps - progress.skipped_steps
         live.check_optimizer(

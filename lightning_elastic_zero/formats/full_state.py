@@ -94,6 +94,8 @@ class NamedOptimizerState:
     groups: tuple[Group, ...]
     states: Mapping[str, Mapping[str, Any]]
     """The states of each parameter, by key; their tensors need no values."""
+    are_members_known: bool = True
+    """False: the members of the groups are those of the live groups, which may be wrong."""
 
 
 def _refuse_state(why: str) -> NoReturn:
@@ -125,6 +127,11 @@ def names_in(groups: Sequence[Mapping[str, Any]], known: Container[str]) -> Tabl
     return table if all(isinstance(n, str) for names in table for n in names) else ()
 
 
+def _live_names_in(groups: Sequence[Mapping[str, Any]], canonical: Mapping[str, str]) -> Table:
+    """Return the live names of the groups' members, if the groups list names; else empty."""
+    return tuple(tuple(canonical.get(n, n) for n in names) for names in names_in(groups, canonical))
+
+
 def _check_names(
     groups: Sequence[Mapping[str, Any]], table: Table, known_as: Mapping[str, Sequence[str]]
 ) -> None:
@@ -149,15 +156,20 @@ def by_position(saved: Mapping[str, Any]) -> bool:
     return not named and not all(isinstance(k, str) for g in groups for k in g["params"])
 
 
-def name_states(
+def find_members(
     saved: Mapping[str, Any], live: Manifest, order: Sequence[str], canonical: Mapping[str, str]
-) -> NamedOptimizerState:
-    """Find the parameter of each state."""
+) -> Table:
+    """Return the live names of the groups' members; raise an error if they are not certain."""
+    shapes = {p.name: p.shape for p in live.parameters}
+    return _IdInterpretations(
+        saved["param_groups"], saved["state"], live, order, canonical, shapes
+    ).unambiguous()
+
+
+def name_states(saved: Mapping[str, Any], live: Manifest, table: Table) -> NamedOptimizerState:
+    """Find the parameter of each state, given the members of the groups."""
     saved_groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     shapes = {p.name: p.shape for p in live.parameters}
-    table = _IdInterpretations(
-        saved_groups, saved["state"], live, order, canonical, shapes
-    ).unambiguous()
     states = {
         name: saved["state"][key]
         for names, group in zip(table, saved_groups, strict=True)
@@ -192,8 +204,7 @@ class _IdInterpretations:
     def unambiguous(self) -> Table:
         """Return the only meaning that fits."""
         ids = [key for group in self.groups for key in group["params"]]
-        if names := names_in(self.groups, self.canonical):
-            table = tuple(tuple(self.canonical.get(n, n) for n in group) for group in names)
+        if table := _live_names_in(self.groups, self.canonical):
             if misfit := next(self._misfits(table), None):  # Unknown names are reported later.
                 _refuse_state(f"the optimizer's state of {misfit}")
             return table
@@ -414,7 +425,8 @@ class BoundState:
     ties: tuple[tuple[str, str], ...] = ()
     """Pairs of names in the checkpoint that are one tied weight: their values must be equal."""
     unmatched: str = ""
-    """As in ``SourceInfo``."""
+    are_members_known: bool = True
+    """Both as in ``SourceInfo``."""
 
 
 def bind(full_state: FullState, live: Manifest) -> BoundState:
@@ -439,7 +451,12 @@ def bind(full_state: FullState, live: Manifest) -> BoundState:
     aliases = {p.name: tuple(n for n in p.aliases if n in weight_names) for p in live.parameters}
     manifest = _manifest(full_state, weight_of, buffers, named.groups, aliases)
     return BoundState(
-        manifest, weight_of, named.states, tuple(ties), full_state.info.unmatched or why
+        manifest,
+        weight_of,
+        named.states,
+        tuple(ties),
+        full_state.info.unmatched or why,
+        named.are_members_known,
     )
 
 
@@ -456,6 +473,7 @@ def _named_states(
     """Return the optimizer state by name, or none and the reason."""
     saved: Mapping[str, Any] = {}
     why = ""
+    members: Table = ()
     if live.groups and len(full_state.optimizers) > 1:
         why = (
             f"it contains the states of {len(full_state.optimizers)} optimizers, this run has one; "
@@ -463,13 +481,15 @@ def _named_states(
         )
     elif live.groups and is_optimizer(next(iter(full_state.optimizers), None)):
         saved = full_state.optimizers[0]
+        members = _live_names_in(saved["param_groups"], canonical)
         try:
-            if not full_state.ordered and not names_in(saved["param_groups"], canonical):
+            if not full_state.ordered and not members:
                 _check_distinct_shapes(live)
-            return name_states(saved, live, order, canonical), ""
+            members = find_members(saved, live, order, canonical)
+            return name_states(saved, live, members), ""
         except CheckpointMismatchError as error:
             why = str(error)
-    return NamedOptimizerState(_without_state(live, saved), {}), why
+    return _without_state(live, saved, members), why
 
 
 def _check_distinct_shapes(live: Manifest) -> None:
@@ -485,14 +505,20 @@ def _check_distinct_shapes(live: Manifest) -> None:
             raise CheckpointMismatchError(msg)
 
 
-def _without_state(live: Manifest, saved: Mapping[str, Any]) -> tuple[Group, ...]:
-    """Return the live groups with the saved hyperparameters and without states."""
-    groups = plain_hyperparameters(saved.get("param_groups", ()))
-    names = [group.names for group in live.groups]
-    if not groups:
-        return tuple(Group(members, {}, ()) for members in names)
-    names += [()] * len(groups)
-    return tuple(Group(names[i], fields, ()) for i, fields in enumerate(groups))
+def _without_state(live: Manifest, saved: Mapping[str, Any], members: Table) -> NamedOptimizerState:
+    """Return the saved groups without states; ``members`` is empty if they are not certain."""
+    fields = plain_hyperparameters(saved.get("param_groups", ()))
+    owned = {p.name for p in live.optimized}
+    names = [tuple(name for name in of_group if name in owned) for of_group in members]
+    names = names or [group.names for group in live.groups]
+    names += [()] * (len(fields) - len(names))
+    groups = tuple(Group(names[i], each, ()) for i, each in enumerate(fields))
+    is_one = len(fields) == len(live.groups) == 1
+    return NamedOptimizerState(
+        groups or tuple(Group(of_group, {}, ()) for of_group in names),
+        {},
+        are_members_known=bool(members) or is_one or not fields,
+    )
 
 
 def _manifest(
@@ -597,6 +623,7 @@ class FullStateReader(CheckpointReader):
             hyperparameters=any(g.hyperparameters for g in bound.manifest.groups),
             has_counters="global_step" in full_state.trainer,
             unmatched=bound.unmatched,
+            are_members_known=bound.are_members_known,
         )
 
     def bind_without_model(self) -> None:

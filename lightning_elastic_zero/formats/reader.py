@@ -137,6 +137,9 @@ class SourceInfo:
     unmatched: str = ""
     """Why the optimizer state cannot be matched with the parameters, with a remedy; else empty. An
     error if a load restores the optimizer state."""
+    are_members_known: bool = True
+    """Whether the members of the parameter groups are certain. If not, it is an error if a load
+    restores their hyperparameters."""
     incomplete: str = ""
     """Which optional file seems to be missing, and why; else empty."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_elastic_zero.core.compatibility import describe
+from lightning_elastic_zero.core.compatibility import RestoreScope, check_compatible, describe
+from lightning_elastic_zero.core.group_matching import with_live_groups
 from lightning_elastic_zero.core.manifest import (
     Group,
     Manifest,
@@ -17,7 +20,7 @@ from lightning_elastic_zero.core.manifest import (
     Writer,
 )
 from lightning_elastic_zero.errors import CheckpointMismatchError
-from lightning_elastic_zero.formats.full_state import FullState, bind, members_of
+from lightning_elastic_zero.formats.full_state import BoundState, FullState, bind, members_of
 from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.support.plain_checkpoints import write_dcp
 
@@ -157,3 +160,60 @@ def test_the_state_of_a_scalar_weight_matches_no_other_weight() -> None:
     counted = {"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"params": [0]}]}
     with pytest.raises(CheckpointMismatchError, match="several orders of the 3 weights"):
         members_of(counted, weights)
+
+
+def in_groups(live: Manifest, *members: tuple[str, ...]) -> Manifest:
+    group_of = {name: index for index, names in enumerate(members) for name in names}
+    return replace(
+        live,
+        parameters=tuple(replace(p, group=group_of.get(p.name)) for p in live.parameters),
+        groups=tuple(Group(names, {"weight_decay": 0.5}, ()) for names in members),
+    )
+
+
+SHAPES = {"a.weight": (4, 3), "a.bias": (3,), "norm.weight": (5,), "b.weight": (2, 4)}
+DECAY, NO_DECAY = ("a.weight", "b.weight"), ("a.bias", "norm.weight")
+WEIGHTS_ALONE = RestoreScope(optimizer_state=False)
+
+
+def without_optimizer_state(*keyed: tuple[Any, ...], live: Manifest) -> BoundState:
+    """Bind a file with the groups ``decay 0.1, no decay``, whose first parameter has no state.
+
+    ``keyed``: names or positions of the members of the groups.
+    """
+    tree = {name: torch.empty(shape, device="meta") for name, shape in SHAPES.items()}
+    groups = [{"params": [*keyed[i]], "weight_decay": decay} for i, decay in enumerate((0.1, 0.0))]
+    keys = [key for of_group in keyed for key in of_group]
+    of_shape = adam_of(*(SHAPES[name] for name in (*DECAY, *NO_DECAY)))
+    state = {key: of_shape[place] for place, key in enumerate(keys) if place}
+    bound = bind(FullState(tree, [{"state": state, "param_groups": groups}], ""), live)
+    assert "load_optimizer_state=False" in bound.unmatched
+    assert [dict(g.hyperparameters) for g in bound.manifest.groups] == [
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.0},
+    ]
+    assert not any(group.state for group in bound.manifest.groups)
+    return bound
+
+
+def test_groups_that_name_their_members_keep_them_without_optimizer_state() -> None:
+    """Groups in another order are reported, and get the hyperparameters of their members."""
+    live = live_of({n: torch.empty(s, device="meta") for n, s in SHAPES.items()}, {*SHAPES})
+    same, swapped = in_groups(live, DECAY, NO_DECAY), in_groups(live, NO_DECAY, DECAY)
+    bound = without_optimizer_state(DECAY, NO_DECAY, live=same)
+    assert bound.are_members_known
+    check_compatible(bound.manifest, same, WEIGHTS_ALONE, "a.ckpt")
+    found = without_optimizer_state(DECAY, NO_DECAY, live=swapped).manifest
+    with pytest.raises(CheckpointMismatchError, match="in parameter group 0 here, in 1 when saved"):
+        check_compatible(found, swapped, WEIGHTS_ALONE, "a.ckpt")
+    decays = [g.hyperparameters["weight_decay"] for g in with_live_groups(found, swapped).groups]
+    assert decays == [0.0, 0.1]
+
+
+def test_positions_identify_members_only_if_the_shapes_of_states_fit() -> None:
+    live = live_of({n: torch.empty(s, device="meta") for n, s in SHAPES.items()}, {*SHAPES})
+    known = without_optimizer_state((0, 1), (2, 3), live=in_groups(live, DECAY, NO_DECAY))
+    assert known.are_members_known
+    for other in ((NO_DECAY, DECAY), (NO_DECAY, DECAY[1:]), ((*DECAY, *NO_DECAY),)):
+        bound = without_optimizer_state((0, 1), (2, 3), live=in_groups(live, *other))
+        assert not bound.are_members_known

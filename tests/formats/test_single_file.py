@@ -281,6 +281,19 @@ def test_another_runs_positions_shapes_and_groups_are_refused(
     assert message in found.message
 
 
+@pytest.mark.long
+def test_hyperparameters_of_groups_without_known_members_are_refused(
+    pools: Pools, run_of: Callable[[str], Run]
+) -> None:
+    """Their rates and weight decay would be those of other groups."""
+    target, path = replace(TARGETS[1], grouping="swapped"), run_of("ddp").path
+    found = refused(pools, target, path, load_optimizer_state=False)
+    assert found.error == "CheckpointMismatchError", found.message
+    assert "2 parameter groups that identify their members by positions" in found.message
+    options = {"load_optimizer_state": False, "load_hyperparameters": False}
+    around_load(pools, target, path, **options)
+
+
 def _flip(data: bytearray) -> None:
     data[len(data) // 2] ^= 4
 

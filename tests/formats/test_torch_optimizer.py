@@ -13,6 +13,7 @@ from lightning_elastic_zero.core.manifest import Group, Manifest, Parameter
 from lightning_elastic_zero.errors import CheckpointMismatchError
 from lightning_elastic_zero.formats.full_state import (
     NamedOptimizerState,
+    find_members,
     is_optimizer,
     name_states,
 )
@@ -45,7 +46,8 @@ def meaning(
     tree: dict[str, Any], manifest: Manifest, order: Sequence[str] = ""
 ) -> NamedOptimizerState:
     names = order or [p.name for p in manifest.parameters]
-    return name_states(tree, manifest, names, {n: n for n in SHAPES})
+    members = find_members(tree, manifest, names, {n: n for n in SHAPES})
+    return name_states(tree, manifest, members)
 
 
 def test_positions_in_the_order_of_the_optimizer() -> None:
@@ -105,7 +107,8 @@ def test_names_of_a_submodule_or_of_a_wrapper(given: str, live_names: str) -> No
         groups=tuple(replace(g, names=tuple(here[n] for n in g.names)) for g in manifest.groups),
     )
     names = list(here.values())
-    found = name_states(tree, manifest, names, {n: n for n in names})
+    members = find_members(tree, manifest, names, {n: n for n in names})
+    found = name_states(tree, manifest, members)
     assert found.states[here["a"]] is tree["state"][1]
     assert found.groups[1].names == (here["d"], here["b"])
 
