@@ -38,8 +38,16 @@ from lightning_elastic_zero.core.tensors import (
 )
 from lightning_elastic_zero.engine.addresses import adapt_buffers
 from lightning_elastic_zero.engine.live import LiveEngine
-from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointMismatchError
-from lightning_elastic_zero.formats.reader import CheckpointReader, SharedState
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+)
+from lightning_elastic_zero.formats.reader import (
+    FRESH_OPTIMIZER_HINT,
+    CheckpointReader,
+    SharedState,
+)
 
 _CHECKED_ELEMENTS = 1 << 20
 """Elements that are cast at a time."""
@@ -135,7 +143,7 @@ def _buffer_pairs(
 def _check_optimizer(
     source: CheckpointReader, saved: Manifest, live: LiveEngine, scope: RestoreScope, where: str
 ) -> None:
-    """Refuse the state of another optimizer, or of another step than the weights."""
+    """Refuse the state of another optimizer or step, or without what belongs to it."""
     info, progress = source.info, saved.progress
     if scope.optimizer_state and info.unmatched:
         msg = f"{where} does not fit this model: {info.unmatched}"
@@ -143,6 +151,9 @@ def _check_optimizer(
     if scope.optimizer_state and info.mixed:
         msg = f"{where} mixes files of several saves: {info.mixed}"
         raise CheckpointFormatError(msg)
+    if scope.optimizer_state and info.incomplete:
+        msg = f"{info.incomplete}, or {FRESH_OPTIMIZER_HINT}"
+        raise CheckpointCorruptedError(msg)
     if scope.hyperparameters and not info.are_members_known:
         msg = (
             f"{where} has {len(saved.groups)} parameter groups that identify their members by "
@@ -173,6 +184,8 @@ def _log_differences(
     log.info("loading %s: %s into %s", where, source_summary(source), describe(here))
     if info.mixed:
         log.warning("%s may contain files of several saves: %s", where, info.mixed)
+    if info.incomplete:
+        log.warning("%s", info.incomplete)
     if scope.lr_scheduler and not info.hyperparameters:
         log.warning(
             "%s contains no hyperparameters of the parameter groups: this run's configured "

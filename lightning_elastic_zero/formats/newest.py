@@ -105,6 +105,8 @@ def verify_share(
         if source.info.mixed:
             msg = f"{path} mixes files of several saves: {source.info.mixed}"
             raise CheckpointFormatError(msg)
+        if source.info.incomplete:
+            raise CheckpointCorruptedError(source.info.incomplete)
         source.verify_whole(rank, world_size, progress)
 
 

@@ -141,7 +141,8 @@ class SourceInfo:
     """Whether the members of the parameter groups are certain. If not, it is an error if a load
     restores their hyperparameters."""
     incomplete: str = ""
-    """Which optional file seems to be missing, and why; else empty."""
+    """Which optional file seems to be missing, why, and a remedy; else empty. An error if a load
+    restores the optimizer state, otherwise a warning."""
 
 
 class StoredTensors(Protocol):

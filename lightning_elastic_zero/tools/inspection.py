@@ -123,7 +123,7 @@ def report_of(checkpoint: OpenCheckpoint) -> CheckpointReport:
         epoch=epoch if type(epoch) is int else None,
         epoch_samples=samples if type(samples) is int else None,
         lacks=info.lacks,
-        doubts=tuple(text for text in (info.mixed, info.unmatched) if text),
+        doubts=tuple(text for text in (info.mixed, info.incomplete, info.unmatched) if text),
         note=describe_missing_latest(checkpoint.path),
         files=tuple(_files(checkpoint)),
         resumable_on=_resumable_on(checkpoint.manifest, unmatched=bool(info.unmatched)),

@@ -102,13 +102,13 @@ def refused(pools: Pools, target: EngineCase, path: str, **options: Any) -> Refu
     return first
 
 
-def warnings_of_load(setup: EngineCase, path: str, again: str = "") -> list[str]:
+def warnings_of_load(setup: EngineCase, path: str, again: str = "", **options: Any) -> list[str]:
     """Load, and save again; return this rank's warnings. Collective."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with engine_of(setup, 7) as engine:
         with captured_log("lightning_elastic_zero", logging.WARNING) as messages:
-            load_checkpoint(engine, path)
+            load_checkpoint(engine, path, **options)
         if again:
             save_checkpoint(engine, again)
     return messages

@@ -29,10 +29,18 @@ from lightning_elastic_zero.core.manifest import (
     Writer,
 )
 from lightning_elastic_zero.core.progress import NO_PROGRESS
+from lightning_elastic_zero.errors import CheckpointCorruptedError
 from lightning_elastic_zero.formats.dcp_read import read_metadata
+from lightning_elastic_zero.formats.newest import verify_share
 from lightning_elastic_zero.formats.open import open_checkpoint
 from tests.formats import _torch_writers as writers
-from tests.formats._load_assertions import TARGETS, assert_restored, refused, refused_all
+from tests.formats._load_assertions import (
+    TARGETS,
+    assert_restored,
+    refused,
+    refused_all,
+    warnings_of_load,
+)
 from tests.formats._torch_writers import Run
 from tests.support.engines import EngineCase, Net
 from tests.support.ranks import Pools
@@ -357,6 +365,25 @@ def test_damage_is_refused_before_any_change(
         assert message in found.message
         assert str(folder) in found.message
     assert not Path("harm").exists()
+
+
+def test_a_save_without_its_last_file_is_refused_or_a_warning(
+    pools: Pools, sharded: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Lightning writes the trainer's state last, so a killed save lacks it."""
+    folder = tmp_path / "killed"
+    shutil.copytree(sharded("fsdp", 2).path, folder)
+    (folder / "meta.pt").unlink()
+    with pytest.raises(CheckpointCorruptedError, match="which Lightning writes last, is missing"):
+        verify_share(folder, 0, 1, NO_PROGRESS)
+    found = refused(pools, TARGETS[1], str(folder))
+    assert found.error == "CheckpointCorruptedError", found.message
+    assert "is missing" in found.message
+    assert "load_optimizer_state=False" in found.message
+    target = replace(TARGETS[1], world=1)
+    load = partial(warnings_of_load, target, str(folder), load_optimizer_state=False)
+    (texts,) = pools.run(1, load)
+    assert any("which Lightning writes last, is missing" in text for text in texts), texts
 
 
 @pytest.mark.long
