@@ -186,6 +186,13 @@ def _log_differences(
         log.warning("%s may contain files of several saves: %s", where, info.mixed)
     if info.incomplete:
         log.warning("%s", info.incomplete)
+    if info.unread:
+        log.warning(
+            "%s: not restored: %s; these entries of state_dict are neither parameters nor buffers. "
+            "Create them as in the saved run before a load",
+            where,
+            list_names(info.unread),
+        )
     if scope.lr_scheduler and not info.hyperparameters:
         log.warning(
             "%s contains no hyperparameters of the parameter groups: this run's configured "

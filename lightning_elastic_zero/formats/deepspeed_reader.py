@@ -179,6 +179,10 @@ class ModelFile:
         self.dtype = self.dtypes[next(name for shapes in self.shapes for name in shapes)]
         self._shared = {**duplicate_names(module), **(tree.get("shared_params") or {})}
         self.frozen = self._frozen_shapes(tree, module)
+        known = {*self.frozen, *self.buffers, *self._shared}.union(*self.shapes)
+        # Without a list of frozen weights, all other entries are taken for those.
+        self.unread = tuple(name for name in module if name not in known)
+        """Entries of the module that are neither parameters, buffers nor extra states."""
 
     def _frozen_shapes(
         self, tree: Mapping[str, Any], module: Mapping[str, Any]
@@ -560,6 +564,7 @@ class ZeroReader(TagReader):
             hyperparameters,
             mixed=self._mixture(self._shards.stage, self._shards.steps(), self._shard_name(0)),
             unmatched=self._shards.unmatched(),
+            unread=first.unread,
         )
 
     # -- which files -----------------------------------------------------------------------------
@@ -657,6 +662,7 @@ class UniversalReader(TagReader):
             "Universal Checkpoint (ds_to_universal)",
             lacks,
             mixed=self._mixture(self._stage, steps, OPTIMIZER_STATE),
+            unread=self._first.unread,
         )
 
     @property

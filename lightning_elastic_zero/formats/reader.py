@@ -143,6 +143,9 @@ class SourceInfo:
     incomplete: str = ""
     """Which optional file seems to be missing, why, and a remedy; else empty. An error if a load
     restores the optimizer state, otherwise a warning."""
+    unread: tuple[str, ...] = ()
+    """Entries of the module that are neither parameters, buffers nor extra states, and are not
+    restored: a class has added them to its ``state_dict``, such as scales of quantized layers."""
 
 
 class StoredTensors(Protocol):

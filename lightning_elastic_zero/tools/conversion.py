@@ -178,6 +178,9 @@ def _lost_weights(
     if drifted:
         names = format_names(drifted)
         yield f"copies of {names} that differ between tensor ranks (rank 0's are written)"
+    if unread := checkpoint.reader.info.unread:
+        names = format_names(unread)
+        yield f"entries of state_dict that are neither parameters nor buffers ({names})"
     if shared.extra_states and to != "lightning":
         yield f"extra states of modules ({format_names(shared.extra_states)})"
 

@@ -28,6 +28,7 @@ from lightning_elastic_zero.errors import (
     UnsupportedError,
 )
 from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
 from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.formats._read_whole import read_whole
 from tests.support.foreign_checkpoints import unpack
@@ -205,6 +206,24 @@ class TestMixtures:
         shutil.rmtree(folder / "one")
         with pytest.raises(CheckpointCorruptedError, match=r"zero/one/fp32\.pt"):
             read_whole(path)
+
+
+@pytest.mark.parametrize("name", ["zero2-ds0.19", "zero3-ds0.19"])
+def test_entries_that_are_neither_parameters_nor_buffers_are_reported(
+    name: str, tmp_path: Path
+) -> None:
+    """Classes of quantized layers add their scales to the state dict."""
+    path = unpack(name, tmp_path).checkpoint
+    with closing(open_checkpoint(path)) as reader:
+        assert reader.info.unread == ()
+    scale = {"frozen.weight_scale": torch.ones(5), "frozen.extra._extra_state": torch.ones(5)}
+    for file in tag_of(path).glob("*model_states.pt"):
+        edit(file, lambda tree: tree["module"].update(scale))
+    with closing(open_checkpoint(path)) as reader:
+        assert reader.info.unread == ("frozen.weight_scale",)
+    found = convert_checkpoint(path, tmp_path / "weights", "fp32")
+    text = "entries of state_dict that are neither parameters nor buffers (frozen.weight_scale)"
+    assert text in found.lost
 
 
 class TestTags:
