@@ -171,6 +171,9 @@ class ModelFile:
         self.deepspeed = str(tree.get("ds_version") or "")
         self.lightning = str(tree.get("pytorch-lightning_version") or "")
         self.progress = _progress(tree)
+        zero = (tree.get("ds_config") or {}).get("zero_optimization")
+        self.round_robin = isinstance(zero, Mapping) and bool(zero.get("round_robin_gradients"))
+        """Whether the run was configured with ``round_robin_gradients``."""
         pieces: Mapping[str, Any] = tree.get("frozen_param_fragments") or {}
         # ZeRO-3's pieces of frozen weights take precedence over the placeholders in the module.
         weights = {**module, **pieces}
@@ -541,7 +544,12 @@ class ZeroReader(TagReader):
         self._shard_names = self._folder.optimizer[self._prefix]
         self._check_number(len(self._shard_names))
         self._shards = ZeroShardSet(
-            files, self._shard_name, first.numels, first.world_size, OPTIMIZER
+            files,
+            self._shard_name,
+            first.numels,
+            first.world_size,
+            OPTIMIZER,
+            round_robin=first.round_robin,
         )
         if (self._shards.stage == STAGE_WEIGHTS) != self._partitioned:
             msg = (

@@ -34,7 +34,13 @@ import torch
 
 from lightning_elastic_zero.core.layout import Fragment, Transfer
 from lightning_elastic_zero.core.manifest import STAGE_WEIGHTS, Group, StateKey
-from lightning_elastic_zero.core.partition import FlatBuffer, piece_numel, piece_start, zero_layout
+from lightning_elastic_zero.core.partition import (
+    FlatBuffer,
+    piece_numel,
+    piece_start,
+    round_robin_order,
+    zero_layout,
+)
 from lightning_elastic_zero.core.save_files import (
     FP32_STAGE_1_2,
     FP32_STAGE_3,
@@ -59,6 +65,9 @@ from lightning_elastic_zero.formats.torch_read import ForeignFiles, StoredRun
 
 Shard: TypeAlias = "Mapping[str, Any]"
 """The ``optimizer.state_dict()`` of one rank."""
+
+ZERO_1_2 = "DeepSpeedZeroOptimizer"
+"""DeepSpeed's wrapper for ZeRO-1/2."""
 
 BF16 = "BF16_Optimizer"
 """DeepSpeed's wrapper for bf16 with fp32 gradients. Its files do not record a stage."""
@@ -148,7 +157,7 @@ def shard_metadata(shard: Shard, where: str) -> ShardMetadata:
     # BF16_Optimizer does not record a stage, and is ZeRO-1.
     stage = STAGE_WEIGHTS if FP32_STAGE_3 in shard else int(shard.get("zero_stage", 1))
     flats = _flats_of(shard)
-    engine = "DeepSpeedZeroOptimizer" if "zero_stage" in shard else BF16
+    engine = ZERO_1_2 if "zero_stage" in shard else BF16
     # Elastic ZeRO-3 records one padding per parameter here, and does not strip the masters.
     recorded = () if stage == STAGE_WEIGHTS else shard.get("group_paddings")
     ranks = shard["partition_count"]
@@ -182,6 +191,7 @@ class ZeroShardSet:
 
     Rank 0's shard is parsed at once; ``check_all`` compares the others with it. ``name`` returns
     the name of a rank's file; the shard is its entry ``entry``, or the whole file if that is empty.
+    ``round_robin``: whether the run had ``round_robin_gradients``, which only ZeRO-1/2 applies.
     """
 
     def __init__(
@@ -191,6 +201,8 @@ class ZeroShardSet:
         numels: Numels,
         world_size: int,
         entry: str = "",
+        *,
+        round_robin: bool = False,
     ) -> None:
         self._files = files
         self._name = name
@@ -200,6 +212,7 @@ class ZeroShardSet:
         first = self._shard(0)
         metadata = shard_metadata(first, where)
         self.stage, self.engine, flats = metadata.stage, metadata.engine, metadata.flats
+        self._round_robin = round_robin and self.engine == ZERO_1_2
         self.elastic = isinstance(first.get(STATES), list)
         self._numels = numels
         self._places = {name: i for names in numels for i, name in enumerate(names)}
@@ -258,12 +271,20 @@ class ZeroShardSet:
         count = max(self.group_of, default=-1) + 1
         return tuple(
             Group(
-                names=tuple(n for b in self.buffers if b.group == group for n in b.names),
+                names=self._members(group),
                 hyperparameters=hyperparameters[group] if hyperparameters else {},
                 state=self._state_keys(first, group),
             )
             for group in range(max(count, len(hyperparameters)))
         )
+
+    def _members(self, group: int) -> tuple[str, ...]:
+        """Return the parameters of a group in the optimizer's order."""
+        names = tuple(n for b in self.buffers if b.group == group for n in b.names)
+        if not self._round_robin:
+            return names
+        places = round_robin_order(len(names), self.world_size)
+        return tuple(name for _, name in sorted(zip(places, names, strict=True)))
 
     def _state_keys(self, shard: Shard, group: int) -> tuple[StateKey, ...]:
         for index, other in enumerate(self.group_of):

@@ -113,6 +113,8 @@ class DumpsTable:
     """All parameters of the model, with the dtypes of the model file."""
     module_buffers: tuple[str, ...]
     """Persistent buffers that the model file contains."""
+    round_robin: bool = False
+    """Whether the run had ``round_robin_gradients``, as the order in the buffers shows."""
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -156,7 +158,13 @@ class DumpsReader(CheckpointReader):
             )
             raise CheckpointCorruptedError(msg)
         numels = [dict(zip(b.names, b.numels, strict=True)) for b in table.buffers]
-        self._shards = ZeroShardSet(files, self._dumps.__getitem__, numels, len(self._dumps))
+        self._shards = ZeroShardSet(
+            files,
+            self._dumps.__getitem__,
+            numels,
+            len(self._dumps),
+            round_robin=table.round_robin,
+        )
         described = tuple(buffer.group for buffer in table.buffers)
         if self._shards.group_of != described:
             msg = (
@@ -376,7 +384,7 @@ def _verified_reader(
     shards = [shard_metadata(files.tree(name), str(folder / name)) for name in names]
     _check_one_run(folder, names, shards)
 
-    def table_of(order: Order) -> DumpsTable:
+    def table_of(order: Order, *, round_robin: bool) -> DumpsTable:
         flats = _flat_buffers(folder, shards[0], order, rows)
         group_of = {name: buffer.group for buffer in flats for name in buffer.names}
         return DumpsTable(
@@ -384,9 +392,11 @@ def _verified_reader(
             buffers=flats,
             parameters=tuple(replace(p, group=group_of.get(p.name)) for p in rows.values()),
             module_buffers=tuple(name for name in buffers if name in weights),
+            round_robin=round_robin,
         )
 
-    tables = [table_of(order) for order in _orders(folder, shards, groups, rows, trained)]
+    orders = _orders(folder, shards, groups, rows, trained)
+    tables = [table_of(order, round_robin=dealt) for order, dealt in orders]
     for table in tables:
         reader = DumpsReader(files, table)
         if next(_mismatches(reader), None) is None:
@@ -461,8 +471,12 @@ def _orders(
     groups: Order | None,
     rows: Rows,
     trained: list[str],
-) -> list[Order]:
-    """Return the order of the parameters, and that which ``round_robin_gradients`` makes of it."""
+) -> list[tuple[Order, bool]]:
+    """Return the order of the parameters, and that which ``round_robin_gradients`` makes of it.
+
+    Each with whether it is of a run with ``round_robin_gradients``. The names in the dumps may have
+    that order already: it is recognised if the optimizer has the order of the model.
+    """
     first, group_numels = shards[0], _group_numels(shards)
 
     def numels(order: Order) -> list[int]:
@@ -496,9 +510,14 @@ def _orders(
             )
             raise CheckpointMismatchError(msg)
     if first.stage == STAGE_WEIGHTS or len(shards) == 1:
-        return [base]
-    round_robin = [[names[i] for i in round_robin_order(len(names), len(shards))] for names in base]
-    return [base, round_robin]
+        return [(base, False)]
+
+    def dealt(order: Order) -> Order:
+        return [[names[i] for i in round_robin_order(len(names), len(shards))] for names in order]
+
+    place = {name: index for index, name in enumerate(rows)}
+    of_model = [sorted(names, key=place.__getitem__) for names in base]
+    return [(base, base != of_model and base == dealt(of_model)), (dealt(base), True)]
 
 
 def _numel_in_flat(first: ShardMetadata, row: Parameter) -> int:

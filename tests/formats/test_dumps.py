@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +30,8 @@ from lightning_elastic_zero.errors import (
 from lightning_elastic_zero.formats.deepspeed_files import CLASS_STUBS
 from lightning_elastic_zero.formats.dumps import describe_dumps
 from lightning_elastic_zero.formats.open import open_checkpoint
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
+from lightning_elastic_zero.tools.selection import ConvertOptions
 from tests.formats._load_assertions import restored
 from tests.formats._restore_programs import Case
 from tests.support.checkpoints import Loading, refusal
@@ -190,6 +193,34 @@ def test_the_found_order_is_the_one_in_deepspeeds_files(
     assert found.stage == stock.stage
     shapes = {p.name: (p.shape, p.group, p.aliases) for p in stock.parameters}
     assert {p.name: (p.shape, p.group, p.aliases) for p in found.parameters} == shapes
+
+
+@pytest.mark.parametrize("source", ["stock", "with-names", "without-names"])
+def test_groups_have_the_optimizers_order_after_round_robin_gradients(
+    source: str, copy: Copy, tmp_path: Path
+) -> None:
+    """The order in the flat buffers differs. torch's optimizers identify states by position."""
+    fixture = copy("round-robin")
+    path, groups = fixture.checkpoint, groups_of(fixture)
+    if source != "stock":
+        (tmp_path / "by hand").mkdir()
+        path = from_stock(fixture, tmp_path / "by hand")
+        if source == "without-names":
+            forget_names(path)
+        passed = groups if source == "without-names" else None
+        describe_dumps(path, fixture.setup.model(3), groups=passed)
+    with closing(open_checkpoint(path)) as reader:
+        assert [[*group.names] for group in reader.manifest.groups] == groups
+        assert any(
+            buffer.names != group.names
+            for buffer, group in zip(reader.manifest.buffers, reader.manifest.groups, strict=True)
+        )
+    convert_checkpoint(path, tmp_path / "a.ckpt", "lightning", ConvertOptions(optimizer=True))
+    (optimizer,) = torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"]
+    truth = fixture.truth()
+    for index, name in enumerate(chain.from_iterable(groups)):
+        moments = optimizer["state"][index]["exp_avg"]
+        assert torch.equal(moments.view(-1), truth[f"exp_avg/{name}"].view(-1)), name
 
 
 def test_missing_state_of_dumps_is_reported(copy: Copy) -> None:
