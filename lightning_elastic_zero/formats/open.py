@@ -97,7 +97,7 @@ def _opened(path: AnyPath, *, allow_pickle: bool, progress: Progress) -> Checkpo
         hint = (
             f": it links to {local.readlink()}, which does not exist"
             if local.is_symlink()
-            else f". {local.parent} contains {_list_checkpoints(checkpoint_names(local.parent))}"
+            else f". {local.parent} {_content(local.parent)}"
         )
         msg = f"there is no checkpoint at {path}{hint}"
         raise CheckpointNotFoundError(msg)
@@ -268,6 +268,12 @@ def _list_checkpoints(names: Sequence[str]) -> str:
     """List the last names, which are often the newest, and count the others."""
     last_first = [*names[-MAX_NAMES:], *names[:-MAX_NAMES]]
     return f"the checkpoints {format_names(last_first, MAX_NAMES)}" if names else "no checkpoints"
+
+
+def _content(folder: Path) -> str:
+    if not folder.exists():
+        return "does not exist either"
+    return f"contains {_list_checkpoints(checkpoint_names(folder))}"
 
 
 def looks_like_checkpoint(entry: Path) -> bool:

@@ -84,20 +84,33 @@ def selected_weights(
     """Yield the selected weights and buffers.
 
     ``dtype`` casts floating-point weights, except buffers; None: as the options say. Raises
-    CheckpointMismatchError if nothing is selected.
+    CheckpointMismatchError if nothing is selected, or a pattern matches no name.
     """
     dtype = dtype or (None if options.dtype is None else DTYPES[options.dtype])
-    empty = True
-    for entry in checkpoint.weights():
-        if selected := [*filter(options.selects, (entry.name, *checkpoint.aliases(entry)))]:
-            empty = False
+    weights = [(w, (w.name, *checkpoint.aliases(w))) for w in checkpoint.weights()]
+    _check_patterns(checkpoint, options, [name for _, names in weights for name in names])
+    for entry, names in weights:
+        if selected := [*filter(options.selects, names)]:
             kept = options.marks_as_buffer(checkpoint, entry)
             source = source_of(checkpoint, entry, None if kept else dtype)
             yield SelectedWeight(selected, entry, source)
-    if empty:
-        names = format_names(entry.name for entry in checkpoint.weights())
+
+
+def _check_patterns(
+    checkpoint: OpenCheckpoint, options: ConvertOptions, names: Sequence[str]
+) -> None:
+    """Refuse patterns of ``include`` and ``exclude`` that match nothing, or select nothing."""
+    patterns = (*options.include, *options.exclude)
+    unused = [each for each in patterns if not fnmatch.filter(names, each)]
+    if unused:
+        msg = (
+            f"{checkpoint.path}: {format_names(unused)} matches none of its weights "
+            f"({format_names(names)}). A pattern matches whole names: head.*, not head"
+        )
+        raise CheckpointMismatchError(msg)
+    if not any(map(options.selects, names)):
         given = f"include={list(options.include)}, exclude={list(options.exclude)}"
-        msg = f"{checkpoint.path}: {given} select none of its weights: {names}"
+        msg = f"{checkpoint.path}: {given} select none of its weights: {format_names(names)}"
         raise CheckpointMismatchError(msg)
 
 

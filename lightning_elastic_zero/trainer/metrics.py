@@ -257,7 +257,8 @@ class EpochMetrics:
 
 def _warn_of_new_metrics(logged: Mapping[str, SavedResult], metrics: States) -> None:
     """Warn of values that begin again, because each rank of the saved run had its own part."""
-    values = {result["metadata"]["name"] for result in logged.values()}
+    all_metadata = [result["metadata"] for result in logged.values()]
+    values = {each["name"] for each in all_metadata if each["on_epoch"]}
     if names := sorted({*values, *metrics}):
         rank_zero_warn(
             "The saved run had another number of devices: logged values and metrics of this epoch "

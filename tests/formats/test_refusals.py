@@ -387,7 +387,7 @@ class TestOtherRuns:
             (tmp_path / "run" / f"epoch={number}.ckpt").touch()
         with pytest.raises(CheckpointNotFoundError, match=r"epoch=5\.ckpt and 1 more$"):
             read_whole(tmp_path / "run" / "best.ckpt")
-        with pytest.raises(CheckpointNotFoundError, match="runs contains no checkpoints"):
+        with pytest.raises(CheckpointNotFoundError, match="runs does not exist either"):
             read_whole(tmp_path / "runs" / "last.ckpt")
         (tmp_path / "none").mkdir()
         with pytest.raises(CheckpointNotFoundError, match="none contains no checkpoints"):

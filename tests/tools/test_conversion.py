@@ -238,7 +238,10 @@ def test_patterns_select_new_names_and_buffers_are_not_cast(
     }
     assert_same(found, wanted)
     to = ("convert", source, tmp_path / "t", "--to", "fp32")
-    assert "select none of its weights" in refused(*to, "--include", "nothing.*")
+    assert "select none of its weights" in refused(*to, "--include", "mean", "--exclude", "mean")
+    for pattern in (("--include", "mean", "haed.*"), ("--exclude", "head")):
+        message = refused(*to, *pattern)
+        assert f"{pattern[-1]} matches none of its weights" in message
     refused(*to, "--rename", "a")
     assert not (tmp_path / "t").exists()
 

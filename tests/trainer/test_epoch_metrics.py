@@ -65,6 +65,7 @@ class MetricsNet(RecordingNet):
             each = self.loss(x)
         self.log("forked", each.mean(), on_step=True, on_epoch=True, sync_dist=True)
         self.log("mine", each.mean(), on_step=False, on_epoch=True, prog_bar=self.logs_to_bar)
+        self.log("now_step", each.mean(), on_step=True, on_epoch=False)
         self.log("most", each.max(), on_epoch=True, reduce_fx="max", sync_dist=True)
         self.log("least", each.min(), on_epoch=True, reduce_fx=torch.min, sync_dist=True)
         self.log("sum", each.sum(), on_epoch=True, reduce_fx="sum", sync_dist=True)
@@ -287,6 +288,7 @@ def test_on_another_world_the_metrics_of_the_epoch_begin_again_with_one_warning(
     (warning,) = [text for text in seen.warned if BEGINS_AGAIN in text]
     of_epoch = moment.startswith("step")
     assert ("forked" in warning) == of_epoch
+    assert "now_step" not in warning
     assert ("best_val" in warning) != of_epoch  # it is never reset
     assert seen.stopped
     if of_epoch:
