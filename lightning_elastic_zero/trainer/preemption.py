@@ -264,9 +264,9 @@ class PreemptionCheckpoint(Callback):
 
         A run that is started again with all its steps would not validate or save any more.
         """
-        self._ending = True  # the handlers stay: further signals change nothing
         is_last = trainer.global_step == trainer.max_steps
-        if not is_last:
+        self._ending = not is_last  # the handlers stay: further signals change nothing
+        if self._ending:
             log_train_step(trainer)
         strategy = cast("ElasticDeepSpeedStrategy", trainer.strategy)  # checked in setup()
         path = self._path(trainer)
