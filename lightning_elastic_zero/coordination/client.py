@@ -53,7 +53,7 @@ from lightning_elastic_zero.coordination.session import (
     join_session,
     poll_pauses_s,
 )
-from lightning_elastic_zero.core.process_state import ProcessKey, ProcessState
+from lightning_elastic_zero.core.process_state import ProcessState
 from lightning_elastic_zero.core.progress import Progress
 from lightning_elastic_zero.errors import RanksError
 
@@ -261,9 +261,11 @@ class StoreThread(threading.Thread):
 
     def _store_host_runs(self) -> bool:
         """Whether the store's host is known to run, so that this thread itself is blocked."""
-        if os.environ.get(SHARED) == str(True) or not hasattr(self, "session"):
+        if os.environ.get(SHARED) == str(True):
             return False  # The launcher may host the store, and its process is not known.
-        process = ProcessKey.of_this_process() if self._rank == 0 else self.session.leader_process
+        if self._rank == 0:
+            return True
+        process = self.session.leader_process if hasattr(self, "session") else None
         return process is not None and process.state() is ProcessState.RUNNING
 
     def _log_stack(self, silent_s: float) -> None:

@@ -41,7 +41,7 @@ from lightning_elastic_zero.formats.client_state import SplitState
 from lightning_elastic_zero.storage import disk_checkpoints as copying
 from lightning_elastic_zero.storage.disk_folder import DiskFolder
 from lightning_elastic_zero.storage.folders import folder_at
-from tests.coordination.test_coordination import SHORT, attempt
+from tests.coordination.test_coordination import attempt
 from tests.support.launch import Job, RankResult, run_ranks
 from tests.support.plain_checkpoints import make_state, manifest_of, rank_state
 from tests.support.ranks import ForkServer
@@ -50,6 +50,9 @@ from tests.trainer._failure_cases import engine
 WORLD = 3
 FEW, MANY = 40, 1200
 NUMEL = 3
+
+STALLED = Timeouts(heartbeat_interval_s=0.2, stall_timeout_s=1.6)
+"""For a rank that works without progress."""
 
 
 class Counting:
@@ -196,9 +199,9 @@ def slow_link(job: Job) -> None:
 
     def copy_slowly(source: Path, target: Path, progress: Progress) -> None:
         copy(source, target, progress)
-        until = time.monotonic() + SHORT.stall_timeout_s
+        until = time.monotonic() + STALLED.stall_timeout_s
         while time.monotonic() < until:
-            time.sleep(SHORT.heartbeat_interval_s)
+            time.sleep(STALLED.heartbeat_interval_s)
             progress.check()
 
     def no_links(*_: object) -> None:
@@ -207,7 +210,7 @@ def slow_link(job: Job) -> None:
     replaced: Any = copying
     replaced.copy_checkpoint = copy_slowly
     Path.symlink_to = no_links  # type: ignore[method-assign,assignment]
-    ranks = StoreRanks(_get_default_store(), job.rank, job.world_size, times=SHORT)
+    ranks = StoreRanks(_get_default_store(), job.rank, job.world_size, times=STALLED)
     with closing(ranks):
         folder = Path(ranks.broadcast("make a folder", tempfile.mkdtemp))
         path, link = folder / "new.ckpt", folder / "last.ckpt"

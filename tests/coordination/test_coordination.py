@@ -17,8 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,13 +52,11 @@ from tests.support.ranks import ForkServer
 
 WORLD = 4
 LINES = 3
-SHORT = Timeouts(
-    heartbeat_interval_s=0.2,
-    heartbeat_timeout_s=1.6,
-    stall_timeout_s=1.6,
-    absent_timeout_s=2.4,
-    failure_grace_s=0.3,
-)
+SILENT = Timeouts(heartbeat_interval_s=0.2, heartbeat_timeout_s=1.6, failure_grace_s=0.3)
+"""For ranks that are stopped or killed."""
+
+ABSENT = Timeouts(heartbeat_interval_s=0.2, absent_timeout_s=2.4)
+"""For ranks that do not enter a step."""
 
 
 def attempt(call: Callable[[], object]) -> dict[str, Any]:
@@ -79,8 +79,14 @@ def raising(errors: dict[int, BaseException], rank: int) -> Callable[[], None]:
     return work
 
 
-def open_ranks(job: Job) -> StoreRanks:
-    return StoreRanks(_get_default_store(), job.rank, job.world_size, times=SHORT)
+def open_ranks(job: Job, name: str = "ranks") -> StoreRanks:
+    """Return ranks that have read a heartbeat of rank 0: they ask the system for its process."""
+    ranks = StoreRanks(_get_default_store(), job.rank, job.world_size, name=name, times=SILENT)
+    while not hasattr(ranks._thread, "session"):
+        time.sleep(0.01)
+    dist.barrier()
+    ranks._thread.session._leader_heartbeat()
+    return ranks
 
 
 def steps_of_living_ranks(job: Job) -> None:
@@ -140,7 +146,7 @@ def calls_of_some(job: Job) -> None:
 
 def make_call(call: str) -> list[int]:
     """Make a call with its own ranks."""
-    ranks = connect_ranks(SHORT, name="calls", call=call)
+    ranks = connect_ranks(ABSENT, name="calls", call=call)
     try:
         return ranks.all_gather("look", dist.get_rank)
     finally:
@@ -165,10 +171,7 @@ def many_connections(job: Job) -> None:
 def held_up(job: Job) -> None:
     """Delay the thread of one rank for longer than the timeout of a silent rank; rank 0's last."""
     for rank in (2, 0):
-        times = replace(SHORT, absent_timeout_s=60.0)
-        ranks = StoreRanks(
-            _get_default_store(), job.rank, job.world_size, name=f"held {rank}", times=times
-        )
+        ranks = open_ranks(job, f"held {rank}")
         ranks.run_all("meet", lambda: None)
         if job.rank == rank:
             ranks._thread._commands.put(lambda: time.sleep(2.5))
@@ -242,8 +245,11 @@ def wake(pid: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(fork_server: ForkServer) -> list[list[RankResult]]:
-    programs = (steps_of_living_ranks, ranks_are_lost, first_rank_is_lost)
+def results(
+    fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> list[list[RankResult]]:
+    first_is_lost = partial(first_rank_is_lost, tmp_path_factory.mktemp("gave up"))
+    programs = (steps_of_living_ranks, ranks_are_lost, first_is_lost)
     return run_side_by_side(programs, WORLD, fork_server)
 
 
@@ -489,15 +495,20 @@ def test_one_rank_needs_no_process_group() -> None:
     ranks.close()
 
 
-STOP_S = 4.5
-"""Longer than the other ranks need to give up a step."""
-
-
-def suspend(pid: int) -> None:
-    """Stop a process, maybe this one, for a while."""
-    wakes = subprocess.Popen(["/bin/sh", "-c", f"sleep {STOP_S}; kill -CONT {pid}"])
+def suspend(pid: int, gave_up: Path, others: int) -> None:
+    """Stop a process, maybe this one, until the others have given up (for a minute at most)."""
+    count = f'$(ls "{gave_up}" | wc -l)'
+    code = f"for i in $(seq 600); do [ {count} -ge {others} ] && break; sleep 0.1; done"
+    wakes = subprocess.Popen(["/bin/sh", "-c", f"{code}; kill -CONT {pid}"])
     os.kill(pid, signal.SIGSTOP)
     wakes.wait()
+
+
+def give_up(rank: int, gave_up: Path, call: Callable[[], object]) -> dict[str, Any]:
+    """Make a call in which the store is suspended until the other ranks have raised."""
+    note = attempt(call)
+    (gave_up / str(rank)).touch()
+    return note
 
 
 def run_every_step_kind(ranks: StoreRanks) -> list[str]:
@@ -527,14 +538,19 @@ def run_every_step_kind(ranks: StoreRanks) -> list[str]:
     return failed
 
 
-def first_rank_is_lost(job: Job) -> None:
+def first_rank_is_lost(folder: Path, job: Job) -> None:
     """Rank 0, which hosts the store, is stopped for long and continues, twice; then killed."""
     ranks = open_ranks(job)
-    job.note("at work", attempt(lambda: ranks.run_all("write", lost_work(ranks, suspend))))
+    at_work, at_once = folder / "at work", folder / "at once"
+    at_work.mkdir(exist_ok=True)
+    at_once.mkdir(exist_ok=True)
+    stop = partial(suspend, gave_up=at_work, others=WORLD - 1)
+    write = partial(ranks.run_all, "write", lost_work(ranks, stop))
+    job.note("at work", give_up(job.rank, at_work, write))
     dist.barrier()
     job.note("after at work", run_every_step_kind(ranks))
     dist.barrier()
-    job.note("at once", attempt(lambda: not_there_yet(ranks)))
+    job.note("at once", give_up(job.rank, at_once, lambda: not_there_yet(ranks, at_once)))
     job.note("after at once", run_every_step_kind(ranks))
     dist.barrier()
     job.note("killed", attempt(lambda: ranks.run_all("publish", lost_work(ranks, kill))))
@@ -559,14 +575,14 @@ def lost_work(ranks: StoreRanks, lose: Callable[[int], None]) -> Callable[[], No
     return work
 
 
-def not_there_yet(ranks: StoreRanks) -> None:
+def not_there_yet(ranks: StoreRanks, gave_up: Path) -> None:
     """Rank 0 is stopped before it enters the step that the others give up."""
     if ranks.rank == 0:
-        suspend(os.getpid())
+        suspend(os.getpid(), gave_up, WORLD - 1)
     ranks.gather("sizes", lambda: 1)
 
 
-def store_host_is_suspended(job: Job) -> None:
+def store_host_is_suspended(gave_up: Path, job: Job) -> None:
     """The host of the store, which is not a rank, is stopped for long, and continues."""
     code = (
         "import sys; from torch.distributed import TCPStore\n"
@@ -582,16 +598,17 @@ def store_host_is_suspended(job: Job) -> None:
         found = [int(host.stdout.readline())]
     dist.broadcast_object_list(found)
     store = TCPStore("127.0.0.1", found[0], is_master=False)
-    ranks = StoreRanks(store, job.rank, job.world_size, times=SHORT)
+    ranks = StoreRanks(store, job.rank, job.world_size, times=SILENT)
 
-    stopping = threading.Thread(target=suspend, args=(host.pid if host is not None else 0,))
+    args = (host.pid if host is not None else 0, gave_up, job.world_size - 1)
+    stopping = threading.Thread(target=suspend, args=args)
 
     def work() -> None:
         if job.rank == 0:
             stopping.start()
         time.sleep(0.5 * (job.rank == 1))
 
-    job.note("stopped", attempt(lambda: ranks.run_all("publish", work)))
+    job.note("stopped", give_up(job.rank, gave_up, lambda: ranks.run_all("publish", work)))
     if job.rank == 0:
         stopping.join()
     dist.barrier()
@@ -614,6 +631,22 @@ def test_a_step_that_rank_0_missed_fails_on_all_ranks(
         assert note["seconds"] < PROMPT_TIMEOUT_S
 
 
+class SlowStore(TCPStore):
+    """A store to which it takes long to connect."""
+
+    def clone(self) -> TCPStore:
+        time.sleep(SILENT.heartbeat_timeout_s + 1)
+        clone: TCPStore = super().clone()  # type: ignore[misc] # the stubs lack it
+        return clone
+
+
+def test_the_stores_host_waits_for_its_own_connection() -> None:
+    """Rank 0 knows that the host runs before it has asked the store for anything."""
+    store = SlowStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with closing(StoreRanks(store, 0, 1, times=SILENT)) as ranks:
+        assert ranks.run_all("late", lambda: 1) == 1
+
+
 @pytest.mark.long
 def test_ranks_are_in_step_after_rank_0_continues(first_lost: list[RankResult]) -> None:
     """The next step succeeds. If some ranks retry at once, all need the same number of retries."""
@@ -633,9 +666,11 @@ def test_a_killed_first_rank_is_noticed(first_lost: list[RankResult]) -> None:
 
 
 @pytest.mark.long
-def test_ranks_are_in_step_after_the_stores_host_continues(fork_server: ForkServer) -> None:
+def test_ranks_are_in_step_after_the_stores_host_continues(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
     """The host need not be a rank: rank 0 loses the store like the others, and reconnects."""
-    results = run_ranks(store_host_is_suspended, 3, fork_server)
+    results = run_ranks(partial(store_host_is_suspended, tmp_path), 3, fork_server)
     for note in notes(results, "stopped"):
         assert note["error"] == "RanksError"
         assert note["seconds"] < PROMPT_TIMEOUT_S
