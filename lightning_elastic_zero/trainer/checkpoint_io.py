@@ -372,7 +372,9 @@ class RunCheckpoints:
         # In an evaluation, all ranks have rank 0's, whose values are None.
         rank_state = loaded.rank_state if fitting and not trainer.is_global_zero else {}
         state = with_rank_state(loaded.client_state, rank_state)
-        rank_zero_info(_format_loaded(loaded, grid_of(trainer), fitting=fitting))
+        fresh = fitting and not options.optimizer_state
+        line = _format_loaded(loaded, grid_of(trainer), fitting=fitting, fresh_optimizer=fresh)
+        rank_zero_info(line)
         if not fitting:
             extra = extra_weights(state)
             if extra and grid_of(trainer).tensor > 1:
@@ -518,7 +520,9 @@ def with_rank_state(
     return merged
 
 
-def _format_loaded(loaded: LoadResult, grid: RankGrid, *, fitting: bool) -> str:
+def _format_loaded(
+    loaded: LoadResult, grid: RankGrid, *, fitting: bool, fresh_optimizer: bool
+) -> str:
     """Return one line: the checkpoint, its origin, the position in the run, and the cost."""
     manifest, state, stats = loaded.manifest, loaded.client_state, loaded.stats
     saved = f"saved on {manifest.grid} with ZeRO-{manifest.stage}"
@@ -534,7 +538,8 @@ def _format_loaded(loaded: LoadResult, grid: RankGrid, *, fitting: bool) -> str:
         at = record.position
         place = f" at step {record.global_step}, epoch {at.epoch + at.is_over}"
     cost = f"{stats.bytes / 1e6:.1f} MB in {stats.seconds:.2f} s"
-    return f"Loaded {stats.path} ({origin}) on {grid}{place}: {cost}"
+    fresh = ", with a fresh optimizer" if fresh_optimizer else ""
+    return f"Loaded {stats.path} ({origin}) on {grid}{place}{fresh}: {cost}"
 
 
 def _format_not_resumed(dirpaths: Iterable[object]) -> tuple[str, bool]:

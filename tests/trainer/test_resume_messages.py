@@ -164,7 +164,7 @@ def test_step_and_epoch_of_a_resume_are_reported_for_every_format(
     convert_checkpoint(saved, tmp_path / "weights", "lightning")
     paths = {str(tmp_path / kind): text for kind, text in expected.items()}
     runs = [replace(run, ckpt_path=path) for path in paths]
-    paths[str(tmp_path / "weights")] = " at step 0 (saved at step 8): "
+    paths[str(tmp_path / "weights")] = " at step 0 (saved at step 8), with a fresh optimizer: "
     weights_only = {"load_optimizer_state": False}
     runs.append(replace(run, ckpt_path=str(tmp_path / "weights"), strategy=weights_only))
     records = worlds.run(1, partial(fits, runs))[0]
