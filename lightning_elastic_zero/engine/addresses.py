@@ -372,12 +372,12 @@ def weight_pieces(
     for fragment in fragments:
         first, piece = fragment.start - fragment.offset, buffer.low
         if not offloaded:
-            first, piece = _forward_piece(parameters[fragment.name])
+            first, piece = forward_piece(parameters[fragment.name])
         pieces.append(piece[fragment.start - first : fragment.stop - first])
     return tuple(pieces)
 
 
-def _forward_piece(parameter: Any) -> tuple[int, torch.Tensor]:
+def forward_piece(parameter: Any) -> tuple[int, torch.Tensor]:
     """Return ``weight_piece`` of the tensor that forward reads.
 
     ZeRO-3 keeps small parameters gathered between steps. Then user code changes the whole weight.

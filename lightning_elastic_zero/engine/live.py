@@ -44,6 +44,7 @@ from lightning_elastic_zero.engine.addresses import (
     check_not_inference,
     drop_secondary_tensors,
     flat_buffer_row,
+    forward_piece,
     full_shape,
     module_weights,
     own_slices,
@@ -408,7 +409,7 @@ class LiveEngine:
         module, scheduler = self._engine.module, self._engine.lr_scheduler
         trained_only = exclude_frozen and bool(self._wrapper)
         kept = {} if trained_only else self.frozen()
-        frozen = {name: weight_piece(parameter)[1] for name, parameter in kept.items()}
+        frozen = {name: forward_piece(parameter)[1] for name, parameter in kept.items()}
         flats = tuple(
             FlatState(
                 fragments, buffer.values.detach(), *states, in_module=buffer.low is buffer.master

@@ -261,7 +261,7 @@ def test_an_ordinary_save_has_no_other_weights(
 
 
 def clamp_gathered(setup: EngineCase, path: str) -> tuple[Any, Any]:
-    """Clamp a weight that ZeRO-3 keeps gathered between steps, without telling DeepSpeed."""
+    """Clamp weights that ZeRO-3 keeps gathered between steps, without telling DeepSpeed."""
     from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 
     with engine_of(setup, 0) as engine:
@@ -280,6 +280,25 @@ def test_a_gathered_weight_of_zero_3_is_restored(pools: Pools, tmp_path: Path) -
         2, partial(clamp_gathered, EngineCase(2, "3"), f"{tmp_path}/c.ckpt")
     ):
         assert found == wanted
+
+
+def clamp_frozen(setup: EngineCase, path: str) -> tuple[list[float], list[float]]:
+    """Clamp a frozen weight in a gathered form, save and load it."""
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+
+    with engine_of(setup, 0) as engine:
+        train(engine, setup, 0, STEPS)
+        wanted = engine.module.frozen.bias.data.clamp_(-0.1, 0.1).tolist()
+        save_checkpoint(engine, path)
+    with engine_of(setup, 7) as engine:
+        load_checkpoint(engine, path)
+        return wanted, engine.module.frozen.bias.data.tolist()
+
+
+def test_a_gathered_frozen_weight_of_zero_3_is_restored(pools: Pools, tmp_path: Path) -> None:
+    call = partial(clamp_frozen, EngineCase(2, "3"), f"{tmp_path}/c.ckpt")
+    for wanted, found in pools.run(2, call):
+        assert wanted == found != []
 
 
 def loaded(setup: EngineCase, saved: Saved, options: dict[str, Any]) -> Dump:
