@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 import traceback
@@ -142,6 +143,11 @@ class BackgroundSave(threading.Thread):
 
         Exit hooks keep the save alive: the engine, with the ``AsyncCheckpointer``, may be gone.
         """
+        # After an exception, the process should end soon.
+        if getattr(sys, "last_value", None) is None and not self.over.wait(DRAIN_TIMEOUT_S):
+            log.warning("The end of the process waits for the save of %s.", self.target)
+            with suppress(KeyboardInterrupt):
+                self.over.wait()
         if not self.end(DRAIN_TIMEOUT_S):
             log.error("%s", self.describe_pending())
         elif (failure := self.take_failure()) is not None:

@@ -188,6 +188,22 @@ def forget_save(folder: str, job: Job, *, fails: bool) -> None:
     atexit.register(may_write.set)
 
 
+def end_during_save(folder: str, job: Job, *, raises: bool) -> None:
+    """End while a save in the background takes longer than it has after an exception."""
+    job.set_environment()
+    engine, patch = elastic(initialize(0), async_save=True), pytest.MonkeyPatch()
+
+    def write_slowly(contents: Any, ranks: Any, cancellation: Any) -> Any:
+        time.sleep(3.0)
+        return write_shards(contents, ranks, cancellation)
+
+    patch.setattr(background, "write_shards", write_slowly)
+    patch.setattr(background, "DRAIN_TIMEOUT_S", 0.5)
+    engine.save_checkpoint(folder)
+    if raises:
+        raise RuntimeError
+
+
 def load_module_only(folder: str) -> tuple[int, int]:
     """Return the counters of an engine that has loaded weights only."""
     engine = elastic(initialize(2))

@@ -60,6 +60,18 @@ def test_the_save_of_a_collected_engine_is_waited_for_at_exit(
     assert ("No space left on device" in ended.stderr) is fails
 
 
+@pytest.mark.parametrize("raises", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_end_of_a_script_waits_for_its_last_save(
+    raises: bool, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """As long as it takes; after an exception, for a limited time."""
+    program = partial(programs.end_during_save, str(tmp_path), raises=raises)
+    [ended] = run_ranks(program, 1, fork_server)
+    assert (tmp_path / "global_step0" / "manifest.json").exists() is not raises, ended.stderr
+    assert ("Cancelled the save of" in ended.stderr) is raises
+    assert ("The end of the process waits for the save of" in ended.stderr) is not raises
+
+
 @pytest.mark.engine
 def test_latest_names_a_tag_with_a_slash(hf_ranks: Pools, tmp_path: Path) -> None:
     tags = ("step10", "tuned/step10")

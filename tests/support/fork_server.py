@@ -214,6 +214,7 @@ def _status_of(request: ProgramRequest) -> int:
             print(ended.code, file=sys.stderr)
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except Exception as error:  # noqa: BLE001 - as in a program of its own
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
