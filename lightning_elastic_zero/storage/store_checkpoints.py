@@ -529,7 +529,10 @@ class StagedObjects:
         with suppress(OSError):
             commit = read_commit(self.target)
             if commit is not None and commit.save_id == self._save_id:
-                self.clean(NO_PROGRESS)
+                # A node that was not told of the new manifest names the replaced files. The next
+                # join removes what no node names.
+                if not (self._is_committing and self.target.store.has_one_writer):
+                    self.clean(NO_PROGRESS)
             elif not self._is_committing:
                 _delete_files(self.target, self._save_id, NO_PROGRESS)
                 self.target.store.delete([self._owner.key])

@@ -17,10 +17,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightning_elastic_zero.core.manifest import FORMAT
+from lightning_elastic_zero.core.manifest import FORMAT, MANIFEST_NAME
 from lightning_elastic_zero.core.progress import NO_PROGRESS
 from lightning_elastic_zero.errors import CheckpointCorruptedError, SaveError, UnsupportedError
 from lightning_elastic_zero.storage import file_read, node_http
@@ -28,8 +29,10 @@ from lightning_elastic_zero.storage.file_read import VerifiedFile
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES, SUMS_SUFFIX, ChecksummedWriter
 from lightning_elastic_zero.storage.node_files import LOCK, NodeFiles
 from lightning_elastic_zero.storage.node_http import Peer
+from lightning_elastic_zero.storage.ownership import new_id
 from lightning_elastic_zero.storage.paths import NODES, StorePath
 from lightning_elastic_zero.storage.store import Version
+from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
 from lightning_elastic_zero.storage.store_folder import StoreFolder
 from tests.storage._nodes import (
     FILE,
@@ -209,6 +212,33 @@ class TestNames:
         assert not checkpoint.delete()
         left = [path for node in nodes for path in node.files.root.rglob("*") if path.is_file()]
         assert {path.name for path in left} == {".zero-lock", ".zero-node.json"}
+
+    def test_a_node_that_names_the_replaced_checkpoint_keeps_its_files(
+        self, nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A commit that failed is on this node only, and this node may be lost next."""
+        write_file(nodes[0], DATA)
+        replaced = json.dumps({"format": FORMAT, "save_id": SAVE, "files": []}).encode()
+        nodes[0].store.swap(NAME, replaced, None)
+        save_id = new_id()
+        staged = StagedObjects.create(StorePath(NODES, NAME).parent, save_id)
+        commit = json.dumps({"format": FORMAT, "save_id": save_id, "files": []}).encode()
+        staged.seal(commit)
+
+        put_name = Peer.put_name
+
+        def fails(peer: Peer, name: str, *arguments: Any) -> None:
+            if name.endswith(MANIFEST_NAME):
+                raise OSError(errno.EIO, "does not answer")
+            put_name(peer, name, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Peer, "put_name", fails)
+            with pytest.raises(SaveError, match="does not answer"):
+                staged.put_in_place()
+        staged.abandon()
+        assert [node.path(NAME).read_bytes() for node in nodes] == [commit, replaced, replaced]
+        assert holders(nodes, FILE) == [0, 1]
 
     def test_a_forked_child_does_not_keep_the_lock(self, nodes: list[Node]) -> None:
         """A loader's worker may begin while a thread changes a name."""
