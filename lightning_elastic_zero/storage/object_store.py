@@ -21,6 +21,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
@@ -249,6 +250,14 @@ class ObjectStore(Store):
         for start in range(0, len(in_order), 1000):
             batch = in_order[start : start + 1000]
             self._wait(self._repeated(batch[0], lambda: call(batch)), batch[0], progress)  # noqa: B023 (runs before the next one)
+
+    def delete_name(self, key: str, progress: Progress = NO_PROGRESS) -> None:
+        async def call() -> None:
+            with suppress(FileNotFoundError):
+                await self._obstore.delete_async(self._asking_once, key)
+
+        self.requests += 1
+        self._wait(self._attempt(call), key, progress)
 
     # -- requests ----------------------------------------------------------------------------
 

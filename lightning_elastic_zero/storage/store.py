@@ -158,3 +158,10 @@ class Store(ABC):
     @abstractmethod
     def delete(self, keys: Collection[str], progress: Progress = NO_PROGRESS) -> None:
         """Delete objects; those that do not exist count as deleted."""
+
+    def delete_name(self, key: str, progress: Progress = NO_PROGRESS) -> None:
+        """Delete an object whose name another process may use again, by one request.
+
+        A repetition of a request that was carried out could delete the other process's object.
+        """
+        self.delete([key], progress)

@@ -156,11 +156,21 @@ class StoreFolder(Folder):
             with suppress(FileExistsError), owned_deletion(self.path, commit, progress):
                 deleted = unique_commit(DELETED_FORMAT, save_id=commit.save_id)
                 store.swap(key, deleted, commit.version, progress)
-                store.delete([key], progress)
+                self._delete_name(progress)
                 delete_replaced(self.path, commit, progress)
                 return ""
         _log.warning("%s is not deleted: another process has replaced it.", self)
         return ""
+
+    def _delete_name(self, progress: Progress) -> None:
+        """Delete the manifest, whose content says that the checkpoint is deleted."""
+        store = self.path.store
+        try:
+            store.delete_name((self.path / MANIFEST_NAME).key, progress)
+        except OSError as error:
+            if store.has_one_writer:  # The caller deletes again.
+                raise
+            _log.warning("%s is deleted, but its manifest may stay: %s", self, error.strerror)
 
     def _make_link(self, target: StoreFolder, progress: Progress) -> None:
         text = self._relative(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from lightning_elastic_zero.coordination.liveness import STALL_TIMEOUT_S
 from lightning_elastic_zero.errors import SaveError
 from lightning_elastic_zero.storage import object_store
+from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.ownership import new_id
 from lightning_elastic_zero.storage.paths import StorePath
 from lightning_elastic_zero.storage.store_checkpoints import StagedObjects
@@ -94,6 +96,30 @@ def test_a_request_without_an_answer_is_repeated(
         proxy.reset(Fault("slow response", number=1, delay_s=4.0))
         call()
         assert len(proxy.requests) > 1
+
+
+def test_the_deletion_of_a_name_is_not_repeated(
+    moto_port: int,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It was carried out, and another process may have published under the name since."""
+    for name, value in s3_environment(proxy.url).items():
+        monkeypatch.setenv(name, value)
+    bucket = f"outage-{new_id()}"
+    make_bucket(moto_port, bucket)
+    target = StorePath(f"s3://{bucket}", "run/a.ckpt")
+    save_id = new_id()
+    staged = StagedObjects.create(target, save_id)
+    manifest = {"format": "lightning_elastic_zero", "save_id": save_id, "files": []}
+    staged.seal(json.dumps(manifest).encode())
+    staged.put_in_place()
+    proxy.reset(Fault("response lost", method="POST", key=r"\?delete"))
+    assert not folder_at(target).delete()
+    assert proxy.counts()["POST"] == 2  # of the name, and of the owner object
+    assert "its manifest may stay" in caplog.text
+    assert not folder_at(target).exists()
 
 
 def timed_error_of(plan: FitCase) -> tuple[float, str]:

@@ -551,7 +551,7 @@ def test_a_commit_with_an_unknown_result_leaves_nothing_of_the_replaced_checkpoi
     assert keys(folder) == PUBLISHED
 
 
-@pytest.mark.parametrize("last", ["swap", "delete"])
+@pytest.mark.parametrize("last", ["swap", "delete_name"])
 def test_a_later_save_ends_the_deletion_of_a_killed_process(
     last: str, folder: StorePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -619,10 +619,9 @@ def test_a_save_waits_for_a_deletion_under_way(
     """The last request of the deletion would delete the manifest of the save."""
     target = folder / "a.ckpt"
     publish(target)
-    delete, late = folder.store.delete, []
-    monkeypatch.setattr(folder.store, "delete", lambda *args: late.append(args))
+    delete, late = folder.store.delete_name, []
+    monkeypatch.setattr(folder.store, "delete_name", lambda *args: late.append(args))
     folder_at(target).delete()
-    monkeypatch.setattr(folder.store, "delete", delete)
     assert not folder_at(target).exists()
     with pytest.raises(CheckpointNotFoundError):
         open_checkpoint(target)
@@ -637,9 +636,7 @@ def test_a_save_waits_for_a_deletion_under_way(
     assert waits
     assert folder_at(target).is_checkpoint()
     # A process that was killed in between has no request in progress anymore.
-    monkeypatch.setattr(folder.store, "delete", lambda *args: late.append(args))
     folder_at(target).delete()
-    monkeypatch.setattr(folder.store, "delete", delete)
     monkeypatch.setattr(store_checkpoints, "DELETION_S", -1.0)
     save = publish(target, b"newer")
     assert folder_at(target).is_checkpoint()
