@@ -104,6 +104,7 @@ def check_load(
     scope = RestoreScope(
         optimizer_state=training and options.optimizer_state,
         hyperparameters=resumes and source.info.hyperparameters,
+        counter_keys=live.counter_keys() if training else frozenset(),
         lr_scheduler=resumes and options.lr_scheduler,
         strict=options.strict,
         strict_optimizer=options.strict_optimizer or not training,

@@ -79,6 +79,8 @@ class RestoreScope:
     """Restore the optimizer's state. Requires parameter groups with the same members."""
     hyperparameters: bool = True
     """Restore each group's hyperparameters. Requires the same number of groups."""
+    counter_keys: frozenset[str] = frozenset()
+    """Hyperparameters in which the optimizer counts. They are part of its state."""
     lr_scheduler: bool = True
     """Restore the scheduler that the engine steps, even without hyperparameters."""
     strict: bool = True
@@ -168,7 +170,11 @@ def _differences(saved: Manifest, live: Manifest, wanted: RestoreScope) -> Itera
         yield from _groups(saved, live)
     else:
         yield from group_conflicts(
-            saved, live, state=wanted.optimizer_state, hyperparameters=wanted.hyperparameters
+            saved,
+            live,
+            state=wanted.optimizer_state,
+            hyperparameters=wanted.hyperparameters,
+            counter_keys=wanted.counter_keys,
         )
 
 

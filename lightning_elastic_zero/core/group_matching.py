@@ -9,7 +9,7 @@ devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,9 @@ MEMBER_KEYS = frozenset({"params", "param_names"})
 """Keys of a parameter group that list its members."""
 
 OWN_GROUP = "put new parameters into a parameter group of their own"
+
+_CONFIGURED = "pass load_hyperparameters=False to use the configured ones"
+_FRESH = "pass load_optimizer_state=False to start a fresh optimizer"
 
 _SCHEDULERS_PER_GROUP = frozenset(
     {
@@ -78,11 +81,17 @@ def with_live_groups(saved: Manifest, live: Manifest) -> Manifest:
 
 
 def group_conflicts(
-    saved: Manifest, live: Manifest, *, state: bool, hyperparameters: bool
+    saved: Manifest,
+    live: Manifest,
+    *,
+    state: bool,
+    hyperparameters: bool,
+    counter_keys: Collection[str],
 ) -> Iterator[str]:
     """Yield the reasons why a live group cannot take the state of its members' saved groups.
 
-    ``state`` and ``hyperparameters`` select the parts that are restored.
+    ``state`` and ``hyperparameters`` select the parts that are restored. The saved hyperparameters
+    in ``counter_keys`` are part of the state.
     """
     for index, group in enumerate(match_groups(saved, live)):
         origins = [saved.groups[origin] for origin in group.origins]
@@ -95,12 +104,14 @@ def group_conflicts(
             kept = " and ".join(str(sorted(key.name for key in table)) for table in tables)
             yield f"{where}, which have the states {kept}: use separate groups"
         differing = _differing_values([origin.hyperparameters for origin in origins])
-        if hyperparameters and differing:
-            values = "; ".join(f"{key}: {values}" for key, values in differing.items())
-            yield (
-                f"{where}, whose hyperparameters differ ({values}): use separate groups, or pass "
-                "load_hyperparameters=False to use the configured ones"
-            )
+        for kind, wanted, counts, remedy in (
+            ("counters", state, True, _FRESH),
+            ("hyperparameters", hyperparameters, False, _CONFIGURED),
+        ):
+            listed = [f"{k}: {v}" for k, v in differing.items() if (k in counter_keys) == counts]
+            if wanted and listed:
+                what = f"whose {kind} differ ({'; '.join(listed)})"
+                yield f"{where}, {what}: use separate groups, or {remedy}"
 
 
 def other_algorithm(origins: Sequence[Group], live_group: Group) -> str:

@@ -81,6 +81,7 @@ from lightning_elastic_zero.engine.optimizer import (
     MODE_KEY,
     describe_groups,
     is_stepped_on_device,
+    keys_of_state,
     shared_state,
     split_state,
     stepping_optimizer,
@@ -479,6 +480,10 @@ class LiveEngine:
     def module(self) -> torch.nn.Module:
         """Return the module; its weights may be partitioned."""
         return self._engine.module
+
+    def counter_keys(self) -> frozenset[str]:
+        """Return the keys of parameter groups that belong to the optimizer's state."""
+        return keys_of_state(self._inner)
 
     def check_optimizer(
         self, source: Manifest, *, state: bool, hyperparameters: bool, stepped: bool

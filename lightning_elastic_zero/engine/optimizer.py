@@ -274,8 +274,13 @@ def stepping_optimizer(optimizer: Any, sub_group: int | None) -> Any:
     return optimizer.backup_optimizer if on_device else inner_optimizer(optimizer)
 
 
-def group_counters(inner: torch.optim.Optimizer) -> frozenset[str]:
+def keys_of_state(inner: torch.optim.Optimizer) -> frozenset[str]:
     """Return the keys of groups that belong to the optimizer's state."""
+    return group_counters(inner) | {MODE_KEY}
+
+
+def group_counters(inner: torch.optim.Optimizer) -> frozenset[str]:
+    """Return the keys of groups in which the optimizer counts."""
     try:
         configured = inspect.signature(type(inner)).parameters.keys()
     except (TypeError, ValueError):  # a constructor that is not written in Python

@@ -43,11 +43,11 @@ from lightning_elastic_zero.engine.muon import MOMENTUM_KEY, place_momentum
 from lightning_elastic_zero.engine.optimizer import (
     BACKUP_KEY,
     EXECUTION_KEYS,
-    MODE_KEY,
     SCHEDULER_KEYS,
     adam_of_muon,
     converts_adam_states,
     group_counters,
+    keys_of_state,
     place_scalar,
     probe_after_a_step,
     restore_backup_hyperparameters,
@@ -328,16 +328,15 @@ def commit_groups(inner: Any, values: RestoreValues) -> None:
     If the classes differ, keys that the live group lacks are ignored. Without the optimizer's
     state, its counters start over.
     """
-    counters = group_counters(inner)
     if not values.restores_state:
-        for group, key in itertools.product(inner.param_groups, counters):
+        for group, key in itertools.product(inner.param_groups, group_counters(inner)):
             if group.get(key) is not None:
                 group[key] = inner.defaults[key] if key in inner.defaults else 0 * group[key]
     if not (values.restores_state or values.restores_hyperparameters):
         return
     same_class = values.optimizer == type(inner).__name__
     kept = EXECUTION_KEYS | MEMBER_KEYS | {BACKUP_KEY}
-    of_state = counters | {MODE_KEY}
+    of_state = keys_of_state(inner)
     kept |= frozenset() if values.restores_state else of_state
     for group, saved in zip(inner.param_groups, values.groups, strict=True):
         for key, value in saved.items():

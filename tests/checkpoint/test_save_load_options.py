@@ -142,6 +142,17 @@ def test_counters_of_groups_belong_to_the_state(
             assert after[f"group/{index}/{key}"] == restored[f"group/{index}/{key}"]
 
 
+def test_groups_with_other_counters_are_not_merged(
+    pools: Pools, saved_by: Callable[..., Saved]
+) -> None:
+    """Each would continue with the first one's. Their rates, and so ``weight_sum``, differ."""
+    name = f"{ScheduleFree.__module__}.{ScheduleFree.__name__}"
+    path = saved_by(EngineCase(2, "2", optimizer=name)).path
+    load = Loading(path, {"strict_optimizer": False, "load_hyperparameters": False})
+    target = EngineCase(1, "2", optimizer=name, grouping="one")
+    assert_refused(pools.run, target, load, "whose counters differ (weight_sum: ")
+
+
 @pytest.mark.parametrize(("source", "target"), ELSEWHERE, ids=str)
 def test_weights_only_saves_no_optimizer_state_and_loads_say_so(
     source: EngineCase, target: EngineCase, pools: Pools, saved_by: Callable[..., Saved]

@@ -381,6 +381,24 @@ class TestOtherParameters:
         (line,) = (n for n in found if "groups 0, 2, which have the states" in n)
         assert "['exp_avg', 'step']" in line
 
+    @pytest.mark.parametrize("hyperparameters", [True, False])
+    def test_groups_with_different_counters_cannot_be_merged(self, hyperparameters: bool) -> None:
+        """Counters are state, so only a fresh optimizer may start without them."""
+        saved, live = model(["a"], ["b"]), model(["a", "b"])
+        values = ({"lr": 0.1, "k": 50}, {"lr": 0.1, "k": 40})
+        groups = zip(saved.groups, values, strict=True)
+        saved = replace(saved, groups=tuple(replace(g, hyperparameters=v) for g, v in groups))
+        wanted = replace(
+            self.lenient, hyperparameters=hyperparameters, counter_keys=frozenset({"k"})
+        )
+        (line,) = differences(saved, live, wanted)
+        assert line == (
+            "parameter group 0 here has members of saved groups 0, 1, whose counters differ (k: "
+            "50, 40): use separate groups, or pass load_optimizer_state=False to start a fresh "
+            "optimizer"
+        )
+        assert differences(saved, live, replace(wanted, optimizer_state=False)) == []
+
     def test_an_evaluation_needs_strict_for_missing_weights(self) -> None:
         saved, live = model(["a", "b"]), model(frozen=("a", "c"), stage=0, world_size=1)
         found = differences(saved, live, WEIGHTS)

@@ -277,7 +277,7 @@ def test_members_stay_with_their_algorithm(hyperparameters: bool) -> None:
         )
         for m in (saved, live)
     )
-    wanted = {"state": True, "hyperparameters": hyperparameters}
+    wanted: dict[str, Any] = {"state": True, "hyperparameters": hyperparameters, "counter_keys": ()}
     (found,) = [t for t in group_conflicts(saved, live, **wanted) if "trained" in t]
     assert "parameter group 1 here" in found
     assert "trained with Muon in the checkpoint and with Adam here" in found
