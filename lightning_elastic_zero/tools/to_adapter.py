@@ -43,8 +43,8 @@ def write_adapter_folder(
     The weights are those that ``save_pretrained`` selects. PEFT's own function needs the model,
     which no checkpoint contains, so they are recognised by name.
 
-    Raises CheckpointMismatchError if the adapter or its configuration is missing, or if weights
-    were trained that belong to no adapter.
+    Raises CheckpointMismatchError if the configuration, the adapter or some of its weights are
+    missing, or if weights were trained that belong to no adapter.
     """
     config = _adapter_config(checkpoint, options)
     fields = json.loads(config)
@@ -66,6 +66,16 @@ def write_adapter_folder(
             f"{checkpoint.path} has no weights of an adapter named {options.adapter_name!r} that "
             f"are recognised ({fields['peft_type']}); PEFT's names contain {_BASE!r} and the "
             f"adapter's name. {ways}"
+        )
+        raise CheckpointMismatchError(msg)
+    excluded = filter(options.selects, checkpoint.manifest.excluded)
+    if absent := [name for name in excluded if adapter_key(name)[0] == options.adapter_name]:
+        # PEFT initializes missing weights anew, without an error.
+        msg = (
+            f"{checkpoint.path}: the save left out {format_names(absent)} of the adapter "
+            f"{options.adapter_name!r}. Convert a checkpoint that was saved without "
+            "exclude_frozen_parameters, or load this one into a model with the same values of "
+            "them and call its save_pretrained"
         )
         raise CheckpointMismatchError(msg)
     if left:

@@ -502,6 +502,21 @@ def test_trained_weights_outside_an_adapter_are_refused_by_name(tmp_path: Path) 
     assert sorted(found) == [f"{layer}.lora_A.weight", tokens]
 
 
+def test_an_adapter_with_parts_that_the_save_left_out_is_refused(tmp_path: Path) -> None:
+    """PEFT would load it, and initialize the missing parts anew."""
+    layer = "base_model.model.layers.0"
+    frozen = f"{layer}.lora_A.default.weight"
+    state = make_state({f"{layer}.lora_B.{name}.weight": (3, 2) for name in ("default", "other")})
+    state.frozen = {frozen: torch.ones(2, 3)}
+    source = write_elastic(tmp_path / "a.ckpt", state, excluded=(frozen,))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    options = ConvertOptions(adapter_config=str(tmp_path))
+    with pytest.raises(CheckpointMismatchError, match=f"the save left out {frozen}.* 'default'"):
+        convert_checkpoint(source, tmp_path / "out", "adapter", options)
+    for each in (replace(options, adapter_name="other"), replace(options, include=["*lora_B*"])):
+        convert_checkpoint(source, tmp_path / each.adapter_name, "adapter", each)
+
+
 # Warnings of PEFT and transformers about each other.
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.cases(2)
