@@ -264,7 +264,7 @@ class PreemptionCheckpoint(Callback):
 
         A run that is started again with all its steps would not validate or save any more.
         """
-        is_last = trainer.global_step == trainer.max_steps
+        is_last = 0 <= trainer.max_steps <= trainer.global_step  # more: several steps per batch
         self._ending = not is_last  # the handlers stay: further signals change nothing
         if self._ending:
             log_train_step(trainer)
