@@ -40,7 +40,7 @@ from lightning_elastic_zero.core.manifest import Group
 from lightning_elastic_zero.core.requirements import version_of
 from lightning_elastic_zero.data_progress.counters import with_loader_states
 from lightning_elastic_zero.engine.live import LiveEngine
-from lightning_elastic_zero.errors import ElasticZeroError, UnsupportedError
+from lightning_elastic_zero.errors import ElasticZeroError, SaveError, UnsupportedError
 from lightning_elastic_zero.storage.folder import Folder
 from lightning_elastic_zero.storage.folders import folder_at
 from lightning_elastic_zero.storage.paths import parse_path
@@ -83,6 +83,12 @@ from lightning_elastic_zero.trainer.tensor_parallel import grid_of
 
 VERSION_KEY = "pytorch-lightning_version"
 """Entry that Lightning requires in every checkpoint."""
+
+
+_NOT_REQUEUED = (
+    "The job is not requeued: Lightning would resume it from an older hpc_ckpt_*.ckpt, or begin "
+    "anew. Submit it again with ckpt_path='last', or let PreemptionCheckpoint save after the step."
+)
 
 
 class RunCheckpoints:
@@ -271,20 +277,31 @@ class RunCheckpoints:
         complete: a checkpoint of it would repeat data, and could replace the one from which the run
         was to resume. After an exception inside an optimizer step, some weights are those before
         the step and others those after it.
+
+        Raises:
+            SaveError: Lightning requeues the job after this save.
         """
         if not is_fitting(trainer):
             return False
         reason = "" if self._resumer.has_begun else "the run ended before its first batch"
         # DeepSpeed counts a step when it is complete.
-        if self._begun_step == LiveEngine(trainer.strategy.model).at_step():
+        is_inside_step = self._begun_step == LiveEngine(trainer.strategy.model).at_step()
+        if is_inside_step:
             reason = "an optimizer step has begun to change weights, but is not complete"
         if reason and _ends_run(trainer, path):
             text = f"{os.fspath(path)} is not saved: {reason}."
+            interrupted = is_interrupted(trainer)
+
+            def omit() -> None:
+                if is_inside_step and not interrupted:  # SLURM's signal
+                    msg = f"{text} {_NOT_REQUEUED}"
+                    raise SaveError(msg)
+
             warnings.warn(text, stacklevel=2)  # on the rank that failed, not only on rank 0
             self._manager.omit_save()
             # A rank that failed alone must not go on to Lightning's barrier.
-            with self._manager.exit_ranks(path, interrupted=is_interrupted(trainer)) as ranks:
-                ranks.run_all(f"omit {path}", lambda: None)
+            with self._manager.exit_ranks(path, interrupted=interrupted) as ranks:
+                ranks.run_all(f"omit {path}", omit)
             return True
         return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,22 @@ def fail_in_training(root: str, hook: str, ranks: tuple[int, ...]) -> str:
         except Exception as error:  # noqa: BLE001 - the test checks it
             trace = "".join(traceback.format_exception(error))
     return "\n".join([*warned, trace])
+
+
+def requeue_in_step(root: str) -> str:
+    """Save as Lightning does before it requeues a SLURM job, inside an optimizer step."""
+    trainers: list[Any] = []
+
+    class Signalled(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            """Take a step, and save before DeepSpeed copies masters into the weights."""
+            super().step(closure)
+            trainers[0].save_checkpoint(f"{root}/hpc_ckpt_1.ckpt")
+
+    trainer, net, data, _ = FitCase(root, 2).make()
+    trainers.append(trainer)
+    net.configure_optimizers = lambda: Signalled(net.parameters())
+    return error_text(partial(trainer.fit, net, **data))
 
 
 def save_objects(root: str) -> str:

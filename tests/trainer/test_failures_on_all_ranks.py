@@ -71,6 +71,15 @@ def test_an_exception_inside_an_optimizer_step_saves_and_deletes_nothing(
     assert listing(str(tmp_path)) == {"step=2-last.ckpt": True, "step=2.ckpt": True}
 
 
+def test_a_job_is_not_requeued_without_its_save(worlds: Pools, tmp_path: Path) -> None:
+    """It would resume from an older checkpoint, or begin anew."""
+    for message in messages_of(worlds, 2, _failure_cases.requeue_in_step, str(tmp_path)):
+        assert message.startswith("SaveError")
+        assert "is not saved: an optimizer step has begun" in message
+        assert "The job is not requeued" in message
+    assert not listing(str(tmp_path))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("hook", "saves"), [("on_train_start", False), ("on_train_batch_end", True)]
