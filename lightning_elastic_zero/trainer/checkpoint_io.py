@@ -326,7 +326,8 @@ class RunCheckpoints:
         of = self._resumer.recorder
         with self._settings.reapplied(trainer):
             record = of.position(trainer, loops, self._grid)
-            run_state = of.run_state(trainer, record, self._device, path)
+            hook = self._hooks.repeated_hook
+            run_state = of.run_state(trainer, record, self._device, path, repeated_hook=hook)
             if not is_fitting(trainer):
                 run_state = self.last_fit.with_metrics(run_state)
             client_state[STATE_KEY] = run_state.to_plain()

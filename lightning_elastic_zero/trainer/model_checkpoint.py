@@ -128,6 +128,11 @@ class ModelCheckpointHooks:
                     vars(callback)[name] = answer
                     self._given.append((callback, name))
 
+    @property
+    def repeated_hook(self) -> str:
+        """The hook whose saves are made again now; empty in others."""
+        return self._loaded.hook if self._loaded is not None else ""
+
     def _link_checkpoint(
         self, callback: ModelCheckpoint, trainer: pl.Trainer, filepath: str, linkpath: str
     ) -> None:

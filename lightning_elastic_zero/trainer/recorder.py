@@ -235,9 +235,18 @@ class RunRecorder:
         )
 
     def run_state(
-        self, trainer: pl.Trainer, record: DataPosition, device: torch.device, path: str
+        self,
+        trainer: pl.Trainer,
+        record: DataPosition,
+        device: torch.device,
+        path: str,
+        *,
+        repeated_hook: str,
     ) -> RunState:
-        """Return this rank's state of this moment for a checkpoint at a path."""
+        """Return this rank's state of this moment for a checkpoint at a path.
+
+        ``repeated_hook``: the hook whose saves a resume makes again now.
+        """
         generators = [*map(generator_states, training_loaders(trainer))]
         before_fetch = self._random_before_fetch_ahead(trainer)
         if (ended := self._state_of_ended_fit(trainer)) is not None:
@@ -264,7 +273,7 @@ class RunRecorder:
             results = epoch.state(
                 trainer, validated=validated, ending=ending, is_complete=is_complete
             )
-        hook = _hook_of(trainer, ending=ending, validated=validated)
+        hook = repeated_hook or _hook_of(trainer, ending=ending, validated=validated)
         return RunState(
             results=results,
             random_before_fetch=before_fetch,

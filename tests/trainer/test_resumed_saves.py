@@ -251,6 +251,30 @@ def test_each_callback_has_its_own_save_after_a_resume_from_the_firsts(
     assert made > before
 
 
+def test_the_third_save_of_a_moment_is_made_after_a_resume_from_the_second(
+    worlds: Pools, tmp_path: Path
+) -> None:
+    """The second was made by a resume from the first, which was killed before the third."""
+    common: dict[str, Any] = {"save_top_k": -1, "save_on_train_epoch_end": True}
+    others: dict[str, dict[str, Any]] = {
+        "first": {},
+        "second": {"every_n_epochs": 2},
+        "third": {"monitor": "score"},
+    }
+    saves = [{"filename": f"{name}-{{step}}", **common, **own} for name, own in others.items()]
+    killed = scored(tmp_path, (1.0, 2.0, 3.0), *saves, kill_at=2 * STEPS_PER_EPOCH)
+    worlds.run(1, partial(fit_scored, killed))
+    folder = tmp_path / "kept"
+    for resumes_from, missing in (("first", ("second", "third")), ("second", ("third",))):
+        for name in missing:
+            shutil.rmtree(folder / f"{name}-step=4.ckpt")
+        again = replace(resumed(killed, f"{resumes_from}-step=4.ckpt"), callbacks=killed.callbacks)
+        worlds.run(1, partial(fit_scored, again))
+        assert {f"{name}-step=4.ckpt" for name in others} <= {
+            path.name for path in folder.iterdir()
+        }
+
+
 def test_weights_that_were_saved_after_the_loaded_checkpoint_are_not_saved_again(
     worlds: Pools, tmp_path: Path
 ) -> None:
