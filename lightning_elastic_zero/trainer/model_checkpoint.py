@@ -1,4 +1,4 @@
-"""Replaces four methods of ``ModelCheckpoint`` instances during a run.
+"""Replaces methods of ``ModelCheckpoint`` instances during a run.
 
 - A name is also in use if a background save is writing it, or if this library must not replace what
   is there, such as another strategy's checkpoint or one that contains a user's file.
@@ -7,6 +7,8 @@
 - If a save was due but the best k kept nothing of this step, the last checkpoint is saved instead
   of linking one that can be epochs old.
 - A name contains rank 0's metrics on all ranks.
+- In an object store or on nodes too, a checkpoint of another folder is not deleted when a run has
+  moved to a new one.
 - A save that becomes due inside an accumulation window waits for its end
   (``train_time_interval``).
 
@@ -121,6 +123,7 @@ class ModelCheckpointHooks:
             for name, answer in {
                 "_link_checkpoint": partial(self._link_checkpoint, callback),
                 "file_exists": partial(self._file_exists, callback),
+                "_should_remove_checkpoint": partial(_should_remove, callback),
                 "_get_metric_interpolated_filepath_name": partial(self._free_name, callback),
                 BATCH_END: partial(_save_at_step, callback),
             }.items():
@@ -405,6 +408,15 @@ def _is_missing(callback: ModelCheckpoint, trainer: pl.Trainer, hook: str) -> bo
 def _recorded_by(callback: ModelCheckpoint) -> set[str]:
     """Return the paths of the checkpoints that a callback has saved, or is saving now."""
     return {*callback.best_k_models, callback.best_model_path, callback.last_model_path} - {""}
+
+
+def _should_remove(
+    callback: ModelCheckpoint, trainer: pl.Trainer, previous: str, current: str
+) -> bool:
+    """Whether to remove a checkpoint: only below the callback's folder, as Lightning on a disk."""
+    if not ModelCheckpoint._should_remove_checkpoint(callback, trainer, previous, current):
+        return False
+    return str(parse_path(previous)).startswith(f"{parse_path(str(callback.dirpath))}/")
 
 
 def _is_there(path: str) -> bool:

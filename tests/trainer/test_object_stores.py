@@ -60,6 +60,18 @@ def test_a_run_continues_from_its_last_checkpoint(
     assert third["start"] == second["end"]
 
 
+def test_a_run_in_a_new_folder_deletes_nothing_in_the_old_one(pools: Pools) -> None:
+    """As on a disk: the callback still knows its best and last checkpoints there."""
+    root = f"memory://{uuid4()}"
+    plan = FitCase(f"{root}/old", checkpoint={"filename": "{step}", "save_last": True})
+    pools.run(1, partial(fit, plan))
+    before = pools.run(1, partial(names_in, plan.root))[0]
+    moved = replace(plan, root=f"{root}/new", epochs=2, ckpt_path=f"{plan.root}/last.ckpt")
+    pools.run(1, partial(fit, moved))
+    assert pools.run(1, partial(names_in, plan.root))[0] == before
+    assert len(before) == len(pools.run(1, partial(names_in, moved.root))[0]) == 2
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("folder", ["", "/mein Lauf ä=1 #+%25&~/"], ids=["plain", "special"])
 def test_last_is_a_link(pools: Pools, s3: S3, folder: str) -> None:
