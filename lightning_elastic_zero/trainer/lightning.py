@@ -58,7 +58,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "the trainer": "_checkpoint_connector _logger_connector",
     "ModelCheckpoint": "_get_metric_interpolated_filepath_name "
     "_ModelCheckpoint__warn_if_dir_not_empty _find_last_checkpoints _link_checkpoint "
-    "_monitor_candidates _save_checkpoint file_exists",
+    "_monitor_candidates _save_checkpoint _should_remove_checkpoint file_exists",
     "a ModelCheckpoint": "_enable_version_counter _every_n_epochs _every_n_train_steps "
     "_last_checkpoint_saved _last_global_step_saved",
     "a LightningModule": "_current_fx_name",
