@@ -238,6 +238,19 @@ def _shares_shapes(model: Manifest, saved: Manifest) -> bool:
     }
 
 
+@pytest.mark.parametrize(
+    ("published", "proposed"), [("acb", "a.ckpt"), ("cab", "b.ckpt"), ("cba", "a.ckpt")]
+)
+def test_what_was_published_earlier_is_proposed_first(
+    published: str, proposed: str, folder: Path
+) -> None:
+    """A later one with fewer steps is of another branch, unless a copy has lost the times."""
+    for second, name in enumerate(published):
+        os.utime(folder / f"{name}.ckpt" / MANIFEST_NAME, (second, second))
+    _damaged_checkpoints.flip_bit(folder / "c.ckpt")
+    assert proposed_for(folder / "c.ckpt") == proposed
+
+
 def test_a_newer_checkpoint_is_not_a_fallback(pools: Pools, folder: Path) -> None:
     rot_manifest(folder / "a.ckpt", _damaged_checkpoints.cut_manifest)
     for rank in loaded(pools, folder / "a.ckpt", "b", fallback=True):
