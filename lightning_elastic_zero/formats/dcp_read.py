@@ -311,6 +311,27 @@ def sort_leaves(
     return models, optimizers, rest
 
 
+def largest_models(models: Models) -> list[TreePath]:
+    """Return the subtrees with the most tensors; the counter of an average has no dimensions."""
+    counts = {
+        path: sum(tensor.ndim > 0 for tensor in leaves.values()) for path, leaves in models.items()
+    }
+    return [path for path, count in counts.items() if count == max(counts.values())]
+
+
+def _describe_models(paths: Sequence[TreePath], where: Path) -> str:
+    """Describe several subtrees that may be the model; else empty."""
+    if not paths[1:]:
+        return ""
+    keys = "".join(f"[{part!r}]" for part in paths[-1])
+    return (
+        f"{where} contains several models ({', '.join(map(format_tree_path, paths))}) with the "
+        "same number of tensors, expected one. To select one, run "
+        f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {where} all.pt, then "
+        f"torch.save(torch.load('all.pt'){keys}, 'weights.pt') in Python"
+    )
+
+
 def choose_model(models: Models, live: Manifest, where: Path) -> TreePath:
     """Return the subtree with the live model's parameters."""
     if not models:
@@ -460,6 +481,7 @@ class DcpReader(FullStateReader):
         self._check_sizes()
         self._check_encoding(metadata)
         self._models, self._saved_optimizers, self._rest = sort_leaves(metadata.leaves)
+        models = largest_models(self._models)
         trainer = self._trainer_state()
         names = [METADATA_NAME, *dict.fromkeys(chunk.file for chunk in self._in_order)]
         self._names = [*names, *([TRAINER_STATE] if trainer else [])]
@@ -471,12 +493,12 @@ class DcpReader(FullStateReader):
             ordered=metadata.ordered,
             info=SourceInfo(
                 "directory of torch.distributed.checkpoint",
+                ambiguous=_describe_models(models, self.path),
                 incomplete="" if trainer else self._without_trainer_state(),
             ),
         )
         self._chosen: list[Mapping[str, torch.Tensor]] = []
-        models = self._models
-        self._choose(max(models, key=lambda path: len(models[path]), default=()))
+        self._choose(models[0] if models else ())
         self._set_content(self._full_state)
 
     def _check_sizes(self) -> None:

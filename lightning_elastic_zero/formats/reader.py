@@ -140,6 +140,9 @@ class SourceInfo:
     are_members_known: bool = True
     """Whether the members of the parameter groups are certain. If not, it is an error if a load
     restores their hyperparameters."""
+    ambiguous: str = ""
+    """Which parts may be the model, with a remedy; else empty. Loads compare them with the live
+    model; tools that read values refuse them."""
     incomplete: str = ""
     """Which optional file seems to be missing, why, and a remedy; else empty. An error if a load
     restores the optimizer state, otherwise a warning."""

@@ -101,7 +101,8 @@ def convert_checkpoint(
         CheckpointNotFoundError: Nothing is at ``source``.
         CheckpointFormatError: ``source`` is not a checkpoint that can be read.
         CheckpointCorruptedError: A checksum does not match.
-        CheckpointMismatchError: The source lacks a part that the target needs.
+        CheckpointMismatchError: The source lacks a part that the target needs, or contains several
+            models.
         UnsupportedError: The target cannot hold the source's state, is in an object store, or the
             options conflict.
         SaveError: ``target`` exists or could not be written.

@@ -101,6 +101,7 @@ def diff_checkpoints(
         CheckpointNotFoundError: Nothing is at one of the paths.
         CheckpointFormatError: One is not a checkpoint that can be read.
         CheckpointCorruptedError: One is damaged.
+        CheckpointMismatchError: One contains several models.
         UnsupportedError: A run that wrote one cannot be resumed.
     """
     tolerance = rtol, atol

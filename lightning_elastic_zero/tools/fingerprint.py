@@ -43,6 +43,7 @@ def fingerprint_checkpoint(
         CheckpointNotFoundError: Nothing is at the path.
         CheckpointFormatError: It is not a checkpoint that can be read.
         CheckpointCorruptedError: A checksum does not match.
+        CheckpointMismatchError: It contains several models.
         UnsupportedError: The run that wrote it cannot be resumed.
     """
 

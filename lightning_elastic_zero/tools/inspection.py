@@ -63,7 +63,7 @@ class CheckpointReport:
     lacks: tuple[str, ...]
     """Parts of a run's state that the checkpoint does not contain."""
     doubts: tuple[str, ...]
-    """Reasons why the optimizer state may be unusable; usually empty."""
+    """Reasons why the optimizer state or the model may be unusable; usually empty."""
     note: str
     """Why other software cannot use the checkpoint although it is intact; usually empty."""
     files: tuple[FileReport, ...]
@@ -108,7 +108,7 @@ def inspect_checkpoint(
         CheckpointCorruptedError: The checkpoint is incomplete.
         UnsupportedError: The run that wrote it cannot be resumed.
     """
-    with open_view(path, allow_pickle=allow_pickle) as checkpoint:
+    with open_view(path, allow_pickle=allow_pickle, any_model=True) as checkpoint:
         return report_of(checkpoint)
 
 
@@ -123,7 +123,7 @@ def report_of(checkpoint: OpenCheckpoint) -> CheckpointReport:
         epoch=epoch if type(epoch) is int else None,
         epoch_samples=samples if type(samples) is int else None,
         lacks=info.lacks,
-        doubts=tuple(text for text in (info.mixed, info.incomplete, info.unmatched) if text),
+        doubts=tuple(filter(None, (info.mixed, info.ambiguous, info.incomplete, info.unmatched))),
         note=describe_missing_latest(checkpoint.path),
         files=tuple(_files(checkpoint)),
         resumable_on=_resumable_on(checkpoint.manifest, unmatched=bool(info.unmatched)),

@@ -27,7 +27,11 @@ from lightning_elastic_zero.core.manifest import SCALARS, Manifest, Parameter
 from lightning_elastic_zero.core.names import KeyMapping
 from lightning_elastic_zero.core.progress import NO_PROGRESS, Progress
 from lightning_elastic_zero.core.tensors import Scalar, host_chunk
-from lightning_elastic_zero.errors import CheckpointFormatError, CheckpointNotFoundError
+from lightning_elastic_zero.errors import (
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
 from lightning_elastic_zero.formats.open import open_checkpoint, resolve_latest
 from lightning_elastic_zero.formats.reader import WEIGHT, CheckpointReader
 from lightning_elastic_zero.formats.renamed import RenamedReader
@@ -370,19 +374,23 @@ def open_view(
     allow_pickle: bool = False,
     renamed: Mapping[str, str] | None = None,
     progress: Progress = NO_PROGRESS,
+    any_model: bool = False,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of any kind for reading.
 
     ``path`` is a checkpoint, or the folder that a training loop saved it into. ``allow_pickle``
-    builds objects of any class, which can run code. Raises CheckpointNotFoundError,
-    CheckpointFormatError, CheckpointCorruptedError (it is incomplete) or UnsupportedError (the run
-    cannot be resumed).
+    builds objects of any class, which can run code. ``any_model`` describes the first of several
+    models. Raises CheckpointNotFoundError, CheckpointFormatError, CheckpointCorruptedError (it is
+    incomplete), CheckpointMismatchError (it has several models) or UnsupportedError (the run cannot
+    be resumed).
     """
     if not os.fspath(path):
         msg = "the path is empty, perhaps from an unset variable: pass a checkpoint"
         raise CheckpointNotFoundError(msg)
     real = resolve_latest(folder_at(path).follow_links_if_exists().path)
     with closing(open_checkpoint(real, allow_pickle=allow_pickle)) as source:
+        if source.info.ambiguous and not any_model:
+            raise CheckpointMismatchError(source.info.ambiguous)
         reader = RenamedReader(source, KeyMapping(renamed), str(real)) if renamed else source
         reader.bind_without_model()
         reader.files.limit = OPEN_FILES

@@ -956,6 +956,25 @@ def test_a_universal_checkpoint_with_several_steps_is_refused(tmp_path: Path) ->
     assert "3.0 of a, and 5.0 of b" in found.problem
 
 
+@pytest.mark.parametrize("more", [{}, {"n_averaged": torch.tensor(3)}])
+def test_one_of_several_models_is_not_chosen_silently(
+    more: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    weights = {"a": torch.ones(3), "b": torch.ones(2)}
+    source = write_dcp(tmp_path / "dcp", {"ema": {**weights, **more}, "model": weights})
+    with pytest.raises(CheckpointMismatchError, match=r"several models \(ema, model\)") as raised:
+        convert_checkpoint(source, tmp_path / "w.pt", "fp32")
+    assert "['model']" in str(raised.value)
+    assert not (tmp_path / "w.pt").exists()
+    with pytest.raises(CheckpointMismatchError, match=r"several models \(ema, model\)"):
+        fingerprint_checkpoint(source)
+    assert "several models (ema, model)" in inspect_checkpoint(source).doubts[0]
+    assert verify_checkpoint(source).is_sound
+    larger = write_dcp(tmp_path / "larger", {"ema": {"a": weights["a"]}, "model": weights})
+    convert_checkpoint(larger, tmp_path / "w.pt", "fp32")
+    assert torch.load(tmp_path / "w.pt").keys() == weights.keys()
+
+
 @pytest.mark.parametrize("step", [math.nan, math.inf])
 def test_an_invalid_step_is_refused_by_name(step: float, tmp_path: Path) -> None:
     source = _write_dcp(tmp_path / "dcp", {"a": 3, "b": step}, {})
