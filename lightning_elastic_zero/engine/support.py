@@ -422,15 +422,13 @@ def _not_in_module(
 
 
 def _mixed_types(buffers: Iterable[LiveFlatBuffer]) -> Iterator[str]:
-    types = dict[int, set[str]]()
-    for buffer in buffers:
-        types.setdefault(buffer.group, set()).add(dtype_name(buffer.values.dtype))
-    for group, names in types.items():
-        if len(names) > 1:
-            yield (
-                f"parameter group {group} has weights of the types {' and '.join(sorted(names))}: "
-                "use a separate parameter group for each type"
-            )
+    """Yield the types of masters, of which a manifest has one; in ZeRO, DeepSpeed casts them."""
+    types = sorted({dtype_name(buffer.values.dtype) for buffer in buffers})
+    if len(types) > 1:
+        yield (
+            f"trained weights of the types {' and '.join(types)} in stage 0: use one type, or "
+            "ZeRO-1 with a separate parameter group for each type"
+        )
 
 
 def _added_later(engine: Any) -> Iterator[str]:

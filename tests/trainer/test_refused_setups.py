@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_elastic_zero.api import save_checkpoint
+from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
 from tests.support.engines import class_of
 from tests.support.fits import SMALL_BUCKETS, elastic, quiet_trainer
 from tests.support.outcome import error_text
@@ -458,10 +458,11 @@ def stranger() -> Any:
     return engine(model, 0, trained=[*model.parameters(), nn.Parameter(torch.ones(7))])
 
 
-def two_types() -> Any:
+def two_types(stage: int = 0) -> Any:
+    """Make an engine with a parameter group for each type of weights."""
     model = layers()
     model[1].to(torch.bfloat16)
-    return engine(model, 0)
+    return engine(model, stage, trained=[{"params": [*each.parameters()]} for each in model])
 
 
 def sharded_linear() -> Any:
@@ -529,8 +530,8 @@ BY_SAVE = {
     "a parameter that the module lacks": refused(stranger, STRANGER),
     "weights of two types": refused(
         two_types,
-        "parameter group 0 has weights of the types bfloat16 and float32: use a separate "
-        "parameter group for each type",
+        "trained weights of the types bfloat16 and float32 in stage 0: use one type, or ZeRO-1 "
+        "with a separate parameter group for each type",
     ),
     "a PipelineModule": refused(
         pipeline,
@@ -590,6 +591,20 @@ def error_of_save(case: str, path: str) -> str:
     return error_text(lambda: save_checkpoint(made, path))
 
 
+def resume_two_types(path: str) -> bool:
+    """Save and load in ZeRO-1; return whether the weights are those of the saved run."""
+    saved, loaded = two_types(1), two_types(1)
+    for each in (saved, loaded):
+        hidden = each.module[0](torch.randn(1, WIDTH)).bfloat16()
+        each.backward(each.module[1](hidden).float().sum())
+        each.step()
+    weights = [[p.clone() for p in each.module.parameters()] for each in (saved, loaded)]
+    save_checkpoint(saved, path)
+    load_checkpoint(loaded, path)
+    restored = zip(loaded.module.parameters(), *weights, strict=True)
+    return all(torch.equal(p, was) and not torch.equal(p, own) for p, was, own in restored)
+
+
 def refuse_all(
     worlds: Pools, folder: Path, cases: Mapping[str, Refused], heading: str = HEADING
 ) -> None:
@@ -644,3 +659,9 @@ def test_unsupported_engines_are_refused_at_their_first_save(
         assert heading.endswith("lightning_elastic_zero cannot save and resume this run")
         assert f"\n{found}" == reasons
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_weights_of_two_types_resume_in_zero_1(worlds: Pools, tmp_path: Path) -> None:
+    """The remedy for stage 0 with ``two_types``."""
+    assert worlds.run(2, partial(resume_two_types, str(tmp_path / "saved.ckpt"))) == [True, True]
