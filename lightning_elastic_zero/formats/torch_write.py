@@ -33,6 +33,13 @@ COPY_BYTES = 16 << 20
 # a shared mapping does not count as data (ulimit -d). Older Pythons lack the name.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
+_REGION_BYTES = 256 << 20
+"""Addresses that are mapped at a time: a mapping for each stand-in of a large model would exceed
+``vm.max_map_count``, 65,530 by default."""
+
+_ALIGNMENT = 64
+"""The alignment of a stand-in, that of torch's own memory."""
+
 # torch computes the CRC-32 of each record from the stand-ins, so it would be wrong. The setting is
 # one of the whole process.
 _crc32_lock = threading.Lock()
@@ -127,6 +134,10 @@ class TorchFileWriter:
 
     def __init__(self) -> None:
         self._feeds: list[_SourceBytes] = []
+        self._region: mmap.mmap | bytes = b""
+        """The addresses of the next stand-ins; empty before the first."""
+        self._taken = 0
+        """Bytes of the region that have stand-ins."""
 
     def add(self, source: ChunkedSource) -> torch.Tensor:
         """Return a 1-D stand-in for a tensor, which may be sliced and viewed, but has no values.
@@ -136,9 +147,15 @@ class TorchFileWriter:
         size_bytes = source.numel * source.dtype.itemsize
         if not size_bytes:
             return torch.empty(0, dtype=source.dtype)
-        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        if self._taken + size_bytes > len(self._region):
+            flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
+            self._region = mmap.mmap(-1, max(size_bytes, _REGION_BYTES), flags=flags)
+            self._taken = 0
         # Not torch.empty, which fills its memory if deterministic algorithms are on.
-        placeholder = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=source.dtype)
+        placeholder = torch.frombuffer(
+            self._region, dtype=source.dtype, count=source.numel, offset=self._taken
+        )
+        self._taken += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
         self._feeds.append(_SourceBytes(source, placeholder))
         return placeholder
 

@@ -467,6 +467,22 @@ class TestWriting:
         found = torch.load(tmp_path / record.name, weights_only=True)
         assert all(bits(found[f"p{i}"]) == bits(live[i * 100 : i * 100 + 100]) for i in range(1000))
 
+    def test_many_stand_ins_share_few_mappings(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A process may have 65,530 of them. Each stand-in still has a storage of its own."""
+        monkeypatch.setattr(writing, "_REGION_BYTES", 100_000)
+        maps, builder = Path("/proc/self/maps"), TorchFileWriter()
+        lives = [any_bits(numel, dtype) for numel in (1, 130, 30_000) for dtype in DTYPES]
+        before = len(maps.read_text().splitlines())
+        tree = [builder.add(piecewise([live], live.dtype)) for live in lives * 10]
+        assert len(maps.read_text().splitlines()) - before < len(tree) / 2
+        assert all(flat.data_ptr() % 64 == 0 for flat in tree)
+        assert all(flat.untyped_storage().nbytes() == flat.nbytes for flat in tree)
+        record = write_tree(tmp_path, tree, builder)
+        found = torch.load(tmp_path / record.name, weights_only=True)
+        assert [*map(bits, found)] == [*map(bits, lives * 10)]
+
     def test_a_source_ends_after_its_last_byte_is_written_and_every_byte_counts(
         self, tmp_path: Path
     ) -> None:
