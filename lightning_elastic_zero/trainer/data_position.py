@@ -36,6 +36,7 @@ from lightning_elastic_zero.trainer.loaders import (
     describe_loader,
     elastic_sampler_of,
     ends_before_data,
+    has_own_state,
     length_of,
     load_state_at_epoch_end,
     resumable_part_of,
@@ -49,21 +50,37 @@ UnresumableDataPolicy: TypeAlias = Literal["refuse", "restart_epoch"]
 
 
 def check_data(
-    loaded: LoadedRun, loaders: Sequence[Any], policy: UnresumableDataPolicy
+    loaded: LoadedRun,
+    loaders: Sequence[Any],
+    samples_per_step: Sequence[int | None],
+    policy: UnresumableDataPolicy,
 ) -> LoadedRun:
     """Return the run at the position where its data can continue.
 
     Raises:
         CheckpointMismatchError: They cannot continue inside the epoch, and ``policy`` refuses that.
     """
-    if not loaded.is_inside_epoch:
-        if loaded.is_own_format:
-            _warn_of_other_order(loaded, loaders)
+    if not loaded.is_inside_epoch and loaded.is_own_format:
+        _warn_of_other_order(loaded, loaders)
+    if not loaded.was_inside_epoch:
         return loaded
-    if not (reason := _unresumable_reason(loaded, loaders)):
+    reasons = {
+        index: reason
+        for index, size in enumerate(samples_per_step)
+        if (reason := _loader_unresumable_reason(index, loaders, size, loaded))
+    }
+    if not loaded.is_own_format:
+        for reason in reasons.values():
+            rank_zero_warn(f"Data starts at its first batch: {reason}.")
+        starts_over = any(has_own_state(loaders[index]) for index in reasons)
+        return replace(loaded, starts_over=starts_over)
+    reason = next(iter(reasons.values()), "")
+    if not reason and loaded.is_inside_epoch:
+        reason = _changed_data_reason(loaded, loaders)
+    if not reason:
         return loaded
+    was = loaded.saved.position
     if policy == "refuse":
-        was = loaded.saved.position
         msg = (
             f"{loaded.where}: saved in epoch {was.epoch} after {was.steps} of its optimizer "
             f"steps, and {reason}. {REMEDIES}"
@@ -71,7 +88,7 @@ def check_data(
         raise CheckpointMismatchError(msg)
     epoch, steps = loaded.position.epoch, loaded.position.steps
     rank_zero_warn(
-        f"Epoch {epoch} starts over after {steps} optimizer steps: {reason}."
+        f"Epoch {epoch} starts over after {was.steps} optimizer steps: {reason}."
         + _schedule_overrun(loaded, steps)
     )
     return replace(loaded, position=Position(epoch, 0), starts_over=True)
@@ -82,7 +99,7 @@ def _schedule_overrun(loaded: LoadedRun, steps: int) -> str:
     trainer, planned = loaded.trainer, loaded.saved.settings.planned_steps
     configs = trainer.lr_scheduler_configs
     is_by_step = any(c.interval == "step" and not c.reduce_on_plateau for c in configs)
-    if not is_by_step or planned == trainer.max_steps:
+    if not steps or not is_by_step or planned == trainer.max_steps:
         return ""
     end = "the planned number of steps" if planned is None else planned
     return (
@@ -93,24 +110,29 @@ def _schedule_overrun(loaded: LoadedRun, steps: int) -> str:
     )
 
 
-def _unresumable_reason(loaded: LoadedRun, loaders: Sequence[Any]) -> str:
-    """Return why the data cannot resume inside an epoch; empty if it can."""
-    for index, loader in enumerate(loaders):
-        is_known = loaded.saved.consumed_of(index, is_only_one=len(loaders) == 1) is not None
-        reason = _loader_unresumable_reason(loader, loaded, is_known=is_known)
-        if reason and loaded.is_own_format:
-            return reason
-        if reason:
-            rank_zero_warn(f"Data starts at its first batch: {reason}.")
-    if not loaded.is_own_format:
-        return ""
+def _changed_data_reason(loaded: LoadedRun, loaders: Sequence[Any]) -> str:
+    """Return why other data than in the saved run cannot resume; empty: they are the same."""
     if changed := _changed_data(loaded, loaders):
         return f"the data differs from that of the saved run ({changed})"
     return _changed_order(loaded, loaders, loaded.position.epoch)
 
 
-def _loader_unresumable_reason(loader: object, loaded: LoadedRun, *, is_known: bool) -> str:
-    if elastic_sampler_of(loader) is not None:
+def _loader_unresumable_reason(
+    index: int, loaders: Sequence[Any], size: int | None, loaded: LoadedRun
+) -> str:
+    """Return why a loader cannot start at the position; empty if it can.
+
+    ``size``: its samples per step; None: unknown.
+    """
+    loader = loaders[index]
+    was = loaded.saved.consumed_of(index, is_only_one=len(loaders) == 1)
+    # Also if the position was rounded down to the start of the epoch: the state was not.
+    if has_own_state(loader) and loaded.loader_states:
+        count = sum(isinstance(each, Stateful) for each in loaders)
+        if (saved := len(loaded.loader_states)) != count:
+            return f"the training loaders with a state were {saved} in the saved run, are {count}"
+        return _misplaced_state(loader, was, size, loaded)
+    if elastic_sampler_of(loader) is not None or not loaded.is_inside_epoch:
         return ""
     kind = describe_loader(loader)
     if resumable_part_of(loader) is not None:
@@ -119,15 +141,36 @@ def _loader_unresumable_reason(loader: object, loaded: LoadedRun, *, is_known: b
             "(pass global_batch_size and logging_batch_size_per_gpu), or it has no length and "
             "restarted within the epoch"
         )
-        return "" if is_known else unknown
+        return unknown if was is None else ""
     if not loaded.all_loader_states or not isinstance(loader, Stateful):
         return f"the {kind} cannot start at a given sample"
-    if loaded.is_same_world:
-        return ""
     return (
         f"the {kind} has one state per rank, saved on {loaded.saved_grid}; this run has "
         f"{grid_of(loaded.trainer)}"
     )
+
+
+def _misplaced_state(
+    loader: object, was: Consumed | None, size: int | None, loaded: LoadedRun
+) -> str:
+    """Return why the state of a loader is not at the position; empty if it is.
+
+    A state may count micro-batches or samples, so both must be as in the saved run.
+    """
+    accumulate = loaded.trainer.accumulate_grad_batches
+    done = loaded.saved.position.steps * loaded.saved.settings.accumulate
+    place = loaded.position.steps * accumulate
+    state = f"the {describe_loader(loader)} has its own state, saved after"
+    keep = "(keep batch_size and accumulation)"
+    if place != done:
+        return f"{state} {done} micro-batches of each rank; this run continues after {place} {keep}"
+    if was is None or was.passes or size is None:
+        return ""
+    length = length_of(loader)
+    samples = (done if length is None else min(done, length)) * size // accumulate
+    if samples == was.samples:
+        return ""
+    return f"{state} {was.samples} samples in {done} micro-batches; this run has {samples} {keep}"
 
 
 def _changed_data(loaded: LoadedRun, loaders: Sequence[Any]) -> str:
@@ -259,8 +302,6 @@ def _position_stateful(loader: Stateful, state: Any, loaded: LoadedRun, *, is_cu
     """Set a stateful loader to a position. ``is_cut``: its epochs end before its data."""
     position = loaded.position
     if state is not None and loaded.is_inside_epoch:
-        # Lightning may have loaded it already, but the iterator that consumed the state is
-        # replaced, and the next one would start at the beginning.
         loader.load_state_dict(state)
     elif state is not None:
         load_state_at_epoch_end(loader, state, ends_before_data=is_cut)

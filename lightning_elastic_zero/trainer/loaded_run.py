@@ -37,7 +37,7 @@ class LoadedRun:
     validation: Mapping[str, Any]
     """Lightning's validation counters, as saved."""
     starts_over: bool = False
-    """Its epoch starts over, because the data cannot resume inside it."""
+    """Its data start over, because they cannot resume inside the epoch."""
 
     @property
     def saved_grid(self) -> RankGrid:
@@ -53,6 +53,11 @@ class LoadedRun:
     def is_inside_epoch(self) -> bool:
         """Whether this run continues between two steps of an epoch."""
         return self.position.steps > 0 and not self.position.is_over
+
+    @property
+    def was_inside_epoch(self) -> bool:
+        """Whether the run was saved between two steps of an epoch."""
+        return self.saved.position.steps > 0 and not self.saved.position.is_over
 
     @property
     def makes_loaders(self) -> bool:

@@ -92,7 +92,8 @@ class RunResumer:
         )
         was, now = saved.settings.accumulate, trainer.accumulate_grad_batches
         counters = fit_loop_at(loops, loaded.position, was=was, now=now)
-        if states := loaded.loader_states:
+        # Inside an epoch, it is not known yet whether the states are at the position.
+        if (states := loaded.loader_states) and not loaded.was_inside_epoch:
             counters["state_dict"][LOADER_STATES] = states
         state["loops"]["fit_loop"] = counters
         state["epoch"] = loaded.position.epoch

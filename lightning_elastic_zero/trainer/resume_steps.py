@@ -117,7 +117,9 @@ class ResumeSteps:
         position = loaded.saved.at_batch_size(settings.global_batch_size)
         more = (position.steps - before.steps) * settings.accumulate
         loaded = replace(loaded, position=position)
-        loaded = check_data(loaded, training_loaders(trainer), self.policy)
+        loaders = training_loaders(trainer)
+        sizes = samples_per_step(self.batches.current, loaders)
+        loaded = check_data(loaded, loaders, sizes, self.policy)
         is_shortened = _end_shortened_epoch(loaded)
         if is_shortened:
             loaded = replace(loaded, position=replace(loaded.position, is_over=True))

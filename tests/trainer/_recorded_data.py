@@ -330,6 +330,17 @@ class StatefulLoader(DataLoader[Any]):
         self.skip = state_dict["taken"]
 
 
+class SizedStatefulLoader(StatefulLoader):
+    """The same, with a length, so that Lightning fetches no batch ahead."""
+
+    dataset: Stream
+
+    @override
+    def __len__(self) -> int:
+        assert self.batch_size is not None
+        return self.dataset.length // comm.get_world_size() // self.batch_size
+
+
 class Shard(IterableDataset[Any]):
     """A shard of a stream, here all samples in an order of its own."""
 
@@ -464,6 +475,8 @@ def loaders_of(kind: str, length: int, size: int, noise: float, options: dict[st
             return DataLoader(Stream(length), batch_size=size)
         case "stateful":
             return StatefulLoader(Stream(length), batch_size=size)
+        case "stateful, sized":
+            return SizedStatefulLoader(Stream(length), batch_size=size)
         case "seeks":
             return made(SeekableStream(length, size, noise))
         case "batch sampler as sampler":

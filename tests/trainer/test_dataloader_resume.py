@@ -238,6 +238,78 @@ def test_a_stateful_loader_that_has_restarted_ends_no_epoch(worlds: Pools, tmp_p
     assert_continued(worlds, 2, saving, reference, {"step 0.2": 2, "step 0.6": 6})
 
 
+IN_FOURS = recorded(length=96, batch_size=3, global_batch=None, epochs=1)
+"""Three steps are 12 micro-batches, and 36 samples."""
+
+
+def micro_batches(size: int, accumulate: int) -> dict[str, Any]:
+    return {"batch_size": size, "trainer": {"accumulate_grad_batches": accumulate}}
+
+
+@pytest.mark.parametrize("kind", ["stateful", "stateful, sized"])
+@pytest.mark.parametrize(
+    ("point", "size", "accumulate", "texts"),
+    [
+        ("step 0.3", 6, 2, ("12 micro-batches of each rank", "continues after 6")),
+        ("step 0.3", 6, 4, ("12 micro-batches of each rank", "continues after 4")),
+        ("step 0.3", 3, 5, ("12 micro-batches of each rank", "continues after 10")),
+        ("step 0.3", 3, 13, ("12 micro-batches of each rank", "continues after 0")),
+        ("step 0.1", 2, 4, ("12 samples in 4 micro-batches", "has 8")),
+    ],
+)
+def test_a_state_at_another_place_than_the_position_is_refused(
+    point: str,
+    size: int,
+    accumulate: int,
+    texts: tuple[str, ...],
+    kind: str,
+    worlds: Pools,
+    tmp_path: Path,
+) -> None:
+    """A loader's own state counts the micro-batches of the saved run."""
+    run = replace(IN_FOURS, kind=kind, **micro_batches(3, 4))
+    saving, _ = saved(run, worlds, tmp_path, point, world=1)
+    resumed = saving.resumed(point, **micro_batches(size, accumulate))
+    texts += ("own state", "keep batch_size and accumulation", "restart_epoch")
+    assert_refused(worlds, 1, resumed, "CheckpointMismatchError", *texts)
+
+
+@pytest.mark.parametrize("kind", ["stateful", "stateful, sized"])
+@pytest.mark.parametrize(
+    ("size", "accumulate", "begin"), [(3, 2, 36), (3, 6, 36), (6, 2, 0), (3, 5, 0), (3, 13, 0)]
+)
+def test_a_state_is_restored_at_the_position_only(
+    size: int, accumulate: int, begin: int, kind: str, worlds: Pools, tmp_path: Path
+) -> None:
+    """If allowed, the epoch starts over with another micro-batch, or inside a new global batch."""
+    policy = {} if begin else {"on_unresumable_data": "restart_epoch"}
+    run = replace(IN_FOURS, kind=kind, strategy=policy, **micro_batches(3, 4))
+    saving, _ = saved(run, worlds, tmp_path, world=1)
+    seen = record(worlds, 1, saving.resumed(SAVE, **micro_batches(size, accumulate)))
+    assert [i for ids in seen.steps.values() for i in ids] == [*range(begin, 96)]
+    starts_over = [text for text in seen.messages if "Epoch 0 starts over after 3" in text]
+    assert len(starts_over) == (begin == 0)
+
+
+@pytest.mark.long
+def test_states_of_other_loaders_are_refused(worlds: Pools, tmp_path: Path) -> None:
+    run = replace(IN_FOURS, kind="stateful", **micro_batches(3, 4))
+    saving, _ = saved(run, worlds, tmp_path, world=1)
+    resumed = saving.resumed(SAVE, kind="a shorter stateful one")
+    text = "loaders with a state were 1 in the saved run, are 2"
+    assert_refused(worlds, 1, resumed, "CheckpointMismatchError", text)
+
+
+@pytest.mark.long
+def test_a_stock_runs_state_at_another_place_is_not_restored(worlds: Pools, tmp_path: Path) -> None:
+    run = replace(IN_FOURS, kind="stateful, sized", root=str(tmp_path), **micro_batches(3, 4))
+    worlds.run(1, partial(fit_stock, replace(run, save=(SAVE,))))
+    for size, accumulate, begin in ((3, 2, 36), (6, 2, 0)):
+        seen = record(worlds, 1, run.resumed(SAVE, **micro_batches(size, accumulate)))
+        assert min(min(ids) for ids in seen.steps.values()) == begin
+        assert any("Data starts at its first" in text for text in seen.messages) == (begin == 0)
+
+
 def fit_then_save(run: FitCase, path: str) -> None:
     """Save after a fit that has ended inside an epoch, when Lightning has reset the loaders."""
     trainer, net, data, _ = run.make()
