@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -356,15 +357,16 @@ class TrainerBinding(TrainerCallback):
             self._ahead = int(engine.global_steps) - int(state.global_step)
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
-        """Set the epoch of a user's sampler.
+        """Set the epoch of a user's sampler and batch sampler, in each run.
 
-        accelerate does not do so for a loader of skipped batches.
+        Whether the Trainer and accelerate do so depends on their releases, on the number of ranks,
+        and on skipped batches.
         """
         loader = self._trainer.callback_handler.train_dataloader
-        if self._loaded is not None and hasattr(loader, "set_epoch"):  # else nobody sets epochs
-            _, sampler = samplers_of(loader)
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(int(state.epoch or 0))
+        if isinstance(loader, DataLoader) and hasattr(loader, "set_epoch"):  # else nobody does
+            for sampler in samplers_of(loader):
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(int(state.epoch or 0))
 
 
 def _warn_of_steps(loaded: Loaded, of_trainer: int) -> None:

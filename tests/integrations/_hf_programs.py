@@ -41,6 +41,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
+    SequentialSampler,
     WeightedRandomSampler,
 )
 from transformers import (
@@ -311,6 +312,14 @@ class EpochBatches(EpochSampler):
             yield order[start : start + self.batch_size]
 
 
+class SampledBatches(EpochBatches):
+    """Has a sampler without epochs, too, as subclasses of torch's ``BatchSampler``."""
+
+    def __init__(self, count: int, batch_size: int) -> None:
+        super().__init__(count, batch_size)
+        self.sampler = SequentialSampler(range(count))
+
+
 class SeededSampler(Sampler[int]):
     """A sampler that seeds itself once, as TRL's ``RepeatSampler``."""
 
@@ -378,7 +387,7 @@ class TrainerCase:
     model_init: bool = False
     """Whether the Trainer makes the model, as sweeps require."""
     sampler: str = ""
-    """A user's sampler: ``weighted``; ``epochs`` and ``batches`` seed each epoch."""
+    """A user's sampler: ``weighted``; ``epochs`` and both kinds of ``batches`` seed each epoch."""
     epoch_data: bool = False
     """Whether the data set has ``set_epoch``."""
     stream: bool = False
@@ -550,8 +559,9 @@ def make_trainer(case: TrainerCase, run: Run, cls: type[Trainer] = Trainer) -> A
     watch.trainer = trainer
     for preempt in preempts:
         preempt.trainer = trainer
-    if case.sampler == "batches":
-        batches: Any = EpochBatches(case.samples, micro)
+    if case.sampler in {"batches", "sampled batches"}:
+        kind = EpochBatches if case.sampler == "batches" else SampledBatches
+        batches: Any = kind(case.samples, micro)
         trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(
             DataLoader(data, batch_sampler=batches)
         )
