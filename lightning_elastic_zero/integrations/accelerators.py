@@ -453,7 +453,8 @@ class LoopState:
         ranks, epochs = self.accelerator.num_processes, dict[str, list[int]]()
         for loader in self.accelerator._dataloaders:
             epochs.setdefault(_describe_loader(loader), []).append(self._epoch_of(loader))
-        units = [_units_of(scheduler, ranks) for scheduler in self._schedulers()]
+        accumulate = self.accelerator.gradient_accumulation_steps
+        units = [_units_of(scheduler, ranks, accumulate) for scheduler in self._schedulers()]
         shared = sequence_ranks(self.accelerator)
         return {_SCHEDULERS: units, _LOADERS: epochs, SEQUENCE_RANKS: shared}
 
@@ -495,8 +496,10 @@ class LoopState:
         now, accumulate = accelerator.num_processes, accelerator.gradient_accumulation_steps
         recorded = loaded.record.get(_SCHEDULERS, [])
         for index, scheduler in enumerate(self._schedulers()):
-            known = recorded[index] if index < len(recorded) else (was, loaded.accumulate - 1)
-            _convert(scheduler, Units(*map(int, known)), now, accumulate)
+            saved = _own_units(scheduler, was, loaded.accumulate)
+            if index < len(recorded):
+                saved = Units(*map(int, recorded[index]))
+            _convert(scheduler, saved, _own_units(scheduler, now, accumulate))
             if was != now and accelerator.is_main_process:
                 remedy = _BY_RANKS if _counts_ranks(scheduler) else _BY_CALLS
                 for jump in _jumps(scheduler.scheduler):
@@ -684,16 +687,20 @@ class Units:
     """Further increments of ``_step_count``: one per micro-batch before the last."""
 
 
-def _units_of(scheduler: AcceleratedScheduler, ranks: int) -> list[int]:
+def _units_of(scheduler: AcceleratedScheduler, ranks: int, accumulate: int) -> list[int]:
     """Return the units of a scheduler, as plain data."""
-    if (units := vars(scheduler).get(_UNITS)) is not None:
-        return [units.steps, units.extra_counts]
-    state = scheduler.gradient_state
-    extra = state.num_steps - 1 if state.adjust_scheduler else 0
-    return [ranks, extra]
+    units = vars(scheduler).get(_UNITS) or _own_units(scheduler, ranks, accumulate)
+    return [units.steps, units.extra_counts]
 
 
-def _convert(scheduler: AcceleratedScheduler, saved: Units, now: int, accumulate: int) -> None:
+def _own_units(scheduler: AcceleratedScheduler, ranks: int, accumulate: int) -> Units:
+    """Return the units in which accelerate itself steps a scheduler."""
+    # False also if the plugin has its default, True: accelerate 1.15 reads other values only.
+    adjusts = scheduler.gradient_state.adjust_scheduler
+    return Units(ranks, accumulate - 1 if adjusts else 0)
+
+
+def _convert(scheduler: AcceleratedScheduler, saved: Units, own: Units) -> None:
     """Make a loaded scheduler continue from the old run's position.
 
     accelerate calls ``step()`` once per rank, and constants from the checkpoint (``T_max``,
@@ -703,9 +710,9 @@ def _convert(scheduler: AcceleratedScheduler, saved: Units, now: int, accumulate
     for name in ("step", _UNITS):  # of an earlier load
         vars(scheduler).pop(name, None)
     if not _counts_ranks(scheduler):
-        saved = Units(now, accumulate - 1)  # accelerate does not multiply its steps
-    _scale(scheduler.scheduler, saved.steps, now)
-    if saved != Units(now, accumulate - 1):
+        saved = own  # accelerate does not multiply its steps
+    _scale(scheduler.scheduler, saved.steps, own.steps)
+    if saved != own:
         vars(scheduler).update({"step": partial(_step, scheduler, saved), _UNITS: saved})
 
 

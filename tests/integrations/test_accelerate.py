@@ -133,11 +133,11 @@ def test_additional_ranks_draw_the_same_random_numbers(
     assert fresh[0].draws[-1] != runs[0].draws[-1]
 
 
-@pytest.mark.long
-def test_a_stock_folder_is_resumed(whole_loop: Reference, hf_ranks: Pools) -> None:
+@pytest.mark.parametrize("schedule", ["onecycle", pytest.param("cosine", marks=pytest.mark.long)])
+def test_a_stock_folder_is_resumed(schedule: str, whole_loop: Reference, hf_ranks: Pools) -> None:
     """``pytorch_model`` by stock DeepSpeed is loaded on another count."""
-    folder, (full_run, *_) = whole_loop(stage=2, schedule="cosine", bound=False)
-    case = LoopCase(schedule="cosine", load=f"{folder}/step_8", start=8)
+    folder, (full_run, *_) = whole_loop(stage=2, schedule=schedule, bound=False)
+    case = LoopCase(schedule=schedule, load=f"{folder}/step_8", start=8)
     run, *_ = hf_ranks.run(3, partial(loop, case))
     for name, tensor in full_run.states[8].items():
         assert torch.equal(run.first_state[name], tensor), name
