@@ -54,6 +54,7 @@ from lightning_elastic_zero.integrations.engines import (
     Loop,
     LoopOptions,
     bound_options,
+    checkpoint_of_tag,
     is_engine,
 )
 from lightning_elastic_zero.integrations.sequences import (
@@ -131,7 +132,7 @@ def bind_accelerator(accelerator: Any, options: LoopOptions) -> None:
         record=state.record,
         check=check_steps,
         on_load=state.on_load,
-        foreground=is_checkpoint,  # accelerate's own files next to it are about to be replaced
+        foreground=_is_replaced,
         remedy=fallback_remedy(options),
     )
     AcceleratorBinding(state, options, loop).bind()
@@ -313,8 +314,8 @@ class AcceleratorBinding:
 
     def _checkpoints_of(self, folder: Path) -> list[Path]:
         """Return the engines' checkpoints in a folder; refuse one that is not finished."""
-        names = map(_tag, range(len(self._accelerator._models)))
-        return _finished_checkpoints(folder, names, allow_pickle=self._options.allow_pickle)
+        tags = map(_tag, range(len(self._accelerator._models)))
+        return _finished_checkpoints(folder, tags, allow_pickle=self._options.allow_pickle)
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -388,7 +389,8 @@ def _is_finished(folder: Path) -> bool:
     """Whether a folder of accelerate has all that its save writes; files are not verified."""
     try:
         if not (folder / _STEPS).is_file():
-            return not is_checkpoint(folder / MODEL_NAME) and (folder / _FIRST_STATES).is_file()
+            engine = checkpoint_of_tag(folder, str(MODEL_NAME))
+            return not is_checkpoint(engine) and (folder / _FIRST_STATES).is_file()
         _finished_checkpoints(folder, load_json(read_file(folder / _STEPS)))
     except (OSError, ValueError, ElasticZeroError):
         return False
@@ -396,14 +398,19 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _finished_checkpoints(
-    folder: Path, names: Iterable[str], *, allow_pickle: bool = False
+    folder: Path, tags: Iterable[str], *, allow_pickle: bool = False
 ) -> list[Path]:
-    """Return the engines' checkpoints of given names; refuse a folder that is not finished."""
-    paths = [folder / name for name in names]
-    for path in paths:
+    """Return the engines' checkpoints of given tags; refuse a folder that is not finished."""
+    paths = {tag: checkpoint_of_tag(folder, tag) for tag in tags}
+    for tag, path in paths.items():
         with closing(open_checkpoint(path, allow_pickle=allow_pickle)) as source:
-            check_steps(path, source.manifest)
-    return paths
+            check_steps(folder / tag, source.manifest)
+    return [*paths.values()]
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether a save of an engine replaces one, or accelerate's own files next to it."""
+    return is_checkpoint(path) or (path.parent / _FIRST_STATES).is_file()
 
 
 def _is_same(folder: Path, other: Path | None) -> bool:
@@ -413,20 +420,26 @@ def _is_same(folder: Path, other: Path | None) -> bool:
 def check_steps(path: Path, manifest: Manifest) -> None:
     """Refuse an engine's checkpoint next to files of accelerate from another step.
 
+    Args:
+        path: the engine's tag in the folder, as accelerate names it.
+        manifest: that of the checkpoint which is loaded for the tag.
+
     Raises:
         CheckpointCorruptedError: a save was interrupted.
     """
-    of_accelerate = path.name.startswith(MODEL_NAME) and is_checkpoint(path)
-    if not of_accelerate:
-        return  # DeepSpeed's, or the Trainer's
+    if not path.name.startswith(MODEL_NAME):
+        return  # the Trainer's
+    found = checkpoint_of_tag(path.parent, path.name)
+    if not is_checkpoint(found):
+        return  # DeepSpeed's
     record = path.parent / _STEPS
     others = load_json(read_file(record)).get(path.name) if record.is_file() else None
     if (step := manifest.progress.global_steps) != others:
-        state = "are not complete" if others is None else f"are of step {others}"
+        of_step = f"step {others}" if others is not None else "another step, or not complete"
         msg = (
-            f"{path} is of step {step}, and accelerate's files in {path.parent} {state}: a save "
-            "into this folder was interrupted. Load another folder, and save each state into a new "
-            "one"
+            f"{found} is of step {step}, and accelerate's files in {path.parent} are of {of_step}: "
+            "a save into this folder was interrupted. Load another folder, and save each state "
+            "into a new one"
         )
         raise CheckpointCorruptedError(msg)
 

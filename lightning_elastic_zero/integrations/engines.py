@@ -564,16 +564,10 @@ def _free_name(folder: Path, tag: str) -> str:
 
 
 def find_checkpoint(folder: Path, tag: str | None) -> str | None:
-    """Return the path of the checkpoint for a folder and a tag; None if there is none.
-
-    Where both DeepSpeed and this library have saved one tag, the later save counts.
-    """
+    """Return the path of the checkpoint for a folder and a tag; None if there is none."""
     folder_at(folder).repair()
     if tag is not None:
-        stock, elastic = folder / tag, folder / f"{tag}{OWN_SUFFIX}"
-        if is_checkpoint(elastic) and _written(elastic) >= _written(stock):
-            return str(elastic)
-        return str(stock)
+        return str(checkpoint_of_tag(folder, tag))
     marks = (LATEST, MANIFEST_NAME, LATEST_UNIVERSAL, ".metadata")
     known = folder.is_file() or any((folder / mark).exists() for mark in marks)
     if not known:
@@ -581,6 +575,17 @@ def find_checkpoint(folder: Path, tag: str | None) -> str | None:
     if (name := latest_in(folder)) and is_checkpoint(folder / name):
         return str(folder / name)  # DeepSpeed saved into it later, which a load refuses.
     return str(resolve_latest(folder))
+
+
+def checkpoint_of_tag(folder: Path, tag: str) -> Path:
+    """Return the checkpoint of a tag in a folder.
+
+    If both DeepSpeed and this library have saved one, the later save counts.
+    """
+    stock, elastic = folder / tag, folder / f"{tag}{OWN_SUFFIX}"
+    if is_checkpoint(elastic) and _written(elastic) >= _written(stock):
+        return elastic
+    return stock
 
 
 def _written(folder: Path) -> float:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_elastic_zero.errors import CheckpointCorruptedError
 from tests.support.ranks import Pools
+from tests.support.small_checkpoints import fill
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from lightning_elastic_zero.integrations.accelerators import _is_finished, check_steps
 from tests.integrations._accelerate_programs import (
     LoopCase,
     fall_back_with_two_engines,
@@ -533,6 +538,45 @@ def test_saves_into_one_folder_are_not_mixed(
     for failure in hf_ranks.run(3, partial(stock_failure, LoopCase(load=str(first), start=8))):
         assert "CheckpointCorruptedError" in failure
         assert "is of step 8, and accelerate's files" in failure
+
+
+@pytest.mark.long
+def test_saves_into_a_stock_folder_are_not_mixed(
+    whole_loop: Reference, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """DeepSpeed's checkpoint stays, and accelerate's files next to it are replaced."""
+    _, (full_run, *_) = whole_loop()
+    case = LoopCase(folder=str(tmp_path), name="last", save_at=(4,), steps=4, bound=False)
+    hf_ranks.run(2, partial(loop, case))
+    case = replace(case, load=f"{tmp_path}/last", start=4, save_at=(8,), steps=8)
+    hf_ranks.run(2, partial(loop, replace(case, bound=True, options={"async_save": True})))
+    first, second = tmp_path / "killed_at_4", tmp_path / "killed_at_8"
+    run, *_ = hf_ranks.run(3, partial(loop, LoopCase(load=str(second), start=8)))
+    for name, tensor in full_run.states[8].items():
+        assert torch.equal(run.first_state[name], tensor), name
+    assert_continues(run, full_run, range(9, 13))
+    shutil.copytree(second / "pytorch_model-elastic", first / "pytorch_model-elastic")
+    for options in ({}, {"fallback": True}):
+        case = LoopCase(load=str(first), start=8, options=options)
+        for failure in hf_ranks.run(3, partial(stock_failure, case)):
+            assert "pytorch_model-elastic is of step 8, and accelerate's files" in failure
+
+
+@pytest.mark.parametrize("step", [None, 4, 8])
+def test_a_save_next_to_a_stock_one_has_the_step_of_accelerates_files(
+    step: int | None, tmp_path: Path
+) -> None:
+    """They are recorded under the engine's tag."""
+    (tmp_path / "pytorch_model").mkdir()
+    fill(tmp_path / "pytorch_model-elastic", "state of step 8")
+    (tmp_path / "random_states_0.pkl").touch()
+    if step is not None:
+        (tmp_path / "lightning_elastic_zero.json").write_text(f'{{"pytorch_model": {step}}}')
+    manifest: Any = SimpleNamespace(progress=SimpleNamespace(global_steps=8))
+    expected = nullcontext() if step == 8 else pytest.raises(CheckpointCorruptedError)
+    with expected:
+        check_steps(tmp_path / "pytorch_model", manifest)
+    assert step or not _is_finished(tmp_path)
 
 
 @pytest.mark.long
