@@ -238,7 +238,7 @@ class AcceleratorBinding:
             if not is_engine(engine) or id(engine) in self._engines:
                 continue
             if (before := bound_options(engine)) is not None:
-                if before not in (self._engine_options, LoopOptions()):
+                if before not in (self._options, self._engine_options, LoopOptions()):
                     raise ValueError(OTHER_OPTIONS)
                 engine.wait_for_save()
             checkpoints = EngineCheckpoints(engine, self._engine_options, self._loop)

@@ -96,7 +96,7 @@ class LoopCase:
     epoch_steps: int = 0
     """Steps after which the loop leaves an epoch; 0: at its end."""
     wrapped: bool = False
-    """Whether ``wrap_initialize`` was called before."""
+    """Whether ``wrap_initialize`` was called before, with the same options."""
     evaluates: bool = False
     """Whether each step is followed by an evaluation that ends after its first batch."""
     paired: bool = False
@@ -152,7 +152,7 @@ def scheduler_of(kind: str, optimizer: Any, steps: int, times: int, accumulate: 
 def loop(case: LoopCase) -> Run:
     """Train for some steps, saving and loading as asked."""
     run = Run()
-    restore = wrap_initialize() if case.wrapped else None
+    restore = wrap_initialize(**case.options) if case.wrapped else None
     try:
         with library_warnings() as run.warnings:
             _loop(case, run)

@@ -97,11 +97,14 @@ def test_a_loop_continues_exactly_on_other_counts(
 
 
 @pytest.mark.long
-def test_a_loop_whose_engine_was_elastic_continues(whole_loop: Reference, hf_ranks: Pools) -> None:
+@pytest.mark.parametrize("options", [{}, {"fallback": True}])
+def test_a_loop_whose_engine_was_elastic_continues(
+    options: dict[str, Any], whole_loop: Reference, hf_ranks: Pools
+) -> None:
     """An earlier ``wrap_initialize`` does not replace the Accelerator's own part."""
     folder, (full_run, *_) = whole_loop(stage=2, schedule="cosine")
     case = LoopCase(schedule="cosine", load=f"{folder}/step_8", start=8, wrapped=True)
-    run, *_ = hf_ranks.run(3, partial(loop, case))
+    run, *_ = hf_ranks.run(3, partial(loop, replace(case, options=options)))
     assert_continues(run, full_run, range(9, 13))
 
 
