@@ -197,16 +197,18 @@ class AcceleratorBinding:
     # -- engines ---------------------------------------------------------------------------------
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        is_counted = self._accelerator.deepspeed_plugin.is_auto(_MICRO_BATCH)
+        is_auto = self._accelerator.deepspeed_plugin.is_auto(_MICRO_BATCH)
         prepared = prepare(*args, **kwargs)
         each = prepared if isinstance(prepared, tuple) else (prepared,)
         self._bind_engines(each)
         each = tuple(map(self._with_epochs, each))
-        if is_counted and any(map(is_engine, each)):
+        if engines := [*filter(is_engine, each)]:
             pairs = zip(args, each, strict=True)
-            loaders = [pair for pair in pairs if isinstance(pair[0], DataLoader)]
-            check = partial(_check_counted, self._accelerator, loaders)
-            _before_first_step(self._accelerator, check)
+            loaders = [p for p in pairs if isinstance(p[0], DataLoader) and p[0].batch_size]
+            counted = engines[0].train_micro_batch_size_per_gpu()
+            check = partial(_check_counted, self._accelerator, loaders, counted, is_auto=is_auto)
+            if loaders:
+                _before_first_step(self._accelerator, check)
         return each if isinstance(prepared, tuple) else each[0]
 
     def _prepare_data_loader(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -606,33 +608,38 @@ def _before_first_step(accelerator: Any, action: Callable[[], None]) -> None:
     accelerator.backward = first
 
 
-def _check_counted(accelerator: Any, loaders: list[tuple[Any, Any]]) -> None:
+def _check_counted(
+    accelerator: Any, loaders: list[tuple[Any, Any]], counted: int, *, is_auto: bool
+) -> None:
     """Refuse a micro-batch size that accelerate has taken from another loader than the loop's.
 
-    If several loaders have been begun, the last of them need not be the loop's: only a warning.
+    Only a warning, if the configuration has another size, with which DeepSpeed alone trains too; or
+    if several loaders have been begun: the last of them need not be the loop's.
 
     Args:
-        accelerator: accelerate's, of an engine whose micro-batch size was ``auto``.
+        accelerator: accelerate's, of the engine.
         loaders: those that were prepared with the engine, each as the user's and as prepared.
+        counted: the engine's micro-batch size.
+        is_auto: whether accelerate has taken it from the loaders.
 
     Raises:
         UnsupportedError: checkpoints would record another number of samples per step.
     """
     ranks = accelerator.num_processes if accelerator.split_batches else 1
-    sizes = [loader.batch_size // ranks for loader, _ in loaders]
-    counted = (min if accelerator.deepspeed_plugin.is_train_batch_min else max)(sizes)
     references = accelerator.gradient_state.dataloader_references
     *others, begun = [each for each in references if each is not None] or [None]
-    for size, (_, prepared) in zip(sizes, loaders, strict=True):
+    source = "another one of the same prepare() gives" if is_auto else "the configuration has"
+    for loader, prepared in loaders:
+        size = loader.batch_size // ranks
         if size != counted and (begun is prepared or _skips_batches_of(begun, prepared)):
             msg = (
-                f"the training loader gives a rank {size} samples, but another one of the same "
-                f"prepare() gives {counted}, which accelerate takes for {_MICRO_BATCH}: "
-                "checkpoints would record another number of samples per step. Set "
-                f"{_MICRO_BATCH}={size} in DeepSpeed's configuration. To load a checkpoint that "
-                "has recorded the wrong number, also pass allow_global_batch_change=True once"
+                f"the training loader gives a rank {size} samples, but {source} {counted}, which "
+                f"is taken for {_MICRO_BATCH}: checkpoints would record another number of samples "
+                f"per step. Set {_MICRO_BATCH}={size} in DeepSpeed's configuration. To load a "
+                "checkpoint that has recorded the wrong number, also pass "
+                "allow_global_batch_change=True once"
             )
-            if not others:
+            if is_auto and not others:
                 raise UnsupportedError(msg)
             if accelerator.is_main_process:
                 log.warning("If the loader that was begun last is the training loader: %s", msg)

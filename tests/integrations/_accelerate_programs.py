@@ -305,16 +305,16 @@ def is_freed(*, bound: bool) -> bool:
 
 
 def first_step_with_evaluation(
-    micro: int, evaluated: int, *, complete: bool
+    micro: int, evaluated: int, *, complete: bool, configured: int | str = "auto"
 ) -> tuple[str, list[str]]:
-    """Prepare two loaders with a model, all batch sizes ``auto``.
+    """Prepare two loaders with a model, with a micro-batch size in DeepSpeed's configuration.
 
     Returns the error and the warnings of the first step, which follows an evaluation that is
     complete or ended early.
     """
     use_gloo()
-    plugin = DeepSpeedPlugin(hf_ds_config=ds_config(2, {}))
-    accelerator = elastic(Accelerator(deepspeed_plugin=plugin))
+    config = ds_config(2, {"train_micro_batch_size_per_gpu": configured})
+    accelerator = elastic(Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)))
     model: Any = tiny_model()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer, loader, evaluation = accelerator.prepare(

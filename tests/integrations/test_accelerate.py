@@ -420,6 +420,19 @@ def test_a_global_batch_that_is_counted_from_another_loader_is_refused(
 
 
 @pytest.mark.long
+def test_a_configured_micro_batch_that_is_not_the_loaders_causes_a_warning(
+    hf_ranks: Pools,
+) -> None:
+    """A resume compares the configured number, which does not change with the loader."""
+    program = partial(first_step_with_evaluation, 4, 2, complete=True, configured=2)
+    (error, warnings), (other_error, others) = hf_ranks.run(2, program)
+    assert error == other_error == ""
+    words = "gives a rank 4 samples, but the configuration has 2"
+    assert [words in warning for warning in warnings] == [True]
+    assert others == []
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("world", [3, 1])
 def test_split_batches_go_on(world: int, whole_loop: Reference, hf_ranks: Pools) -> None:
     """Where accelerate divides each batch, it takes one step of a scheduler for all ranks."""
