@@ -23,7 +23,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.checkpointing import load_accelerator_state
-from accelerate.data_loader import SkipBatchSampler
+from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import MODEL_NAME, RNG_STATE_NAME, DeepSpeedSchedulerWrapper, DistributedType
 from packaging.version import Version
@@ -78,8 +78,9 @@ from lightning_elastic_zero.storage.paths import read_file
 
 log = logging.getLogger(__name__)
 
-_SCHEDULERS, _LOADERS = "schedulers", "loaders"
-"""Entries of an engine's record: how accelerate's schedulers are stepped; epochs of its loaders."""
+_SCHEDULERS, _LOADERS, _SEEDS = "schedulers", "loaders", "seeds"
+"""Entries of an engine's record: how accelerate's schedulers are stepped; epochs of its loaders;
+the seeds of their orders."""
 
 _UNITS = "elastic_units"
 """Attribute of a scheduler that is stepped as in the old run."""
@@ -462,16 +463,21 @@ class LoopState:
         return self._reference()
 
     def record(self) -> dict[str, Any]:
-        """Return how schedulers are stepped, the epochs of the loaders, and the sequence ranks."""
-        if self.accelerator is None:  # The user has kept the engine only.
+        """Return how schedulers are stepped, epochs and seeds of loaders, and sequence ranks."""
+        if (accelerator := self.accelerator) is None:  # The user has kept the engine only.
             return {}
-        ranks, epochs = self.accelerator.num_processes, dict[str, list[int]]()
-        for loader in self.accelerator._dataloaders:
-            epochs.setdefault(_describe_loader(loader), []).append(self._epoch_of(loader))
-        accumulate = self.accelerator.gradient_accumulation_steps
-        units = [_units_of(scheduler, ranks, accumulate) for scheduler in self._schedulers()]
-        shared = sequence_ranks(self.accelerator)
-        return {_SCHEDULERS: units, _LOADERS: epochs, SEQUENCE_RANKS: shared}
+        epochs, seeds = dict[str, list[int]](), dict[str, list[int | None]]()
+        for loader in accelerator._dataloaders:
+            described = _describe_loader(loader)
+            epochs.setdefault(described, []).append(self._epoch_of(loader))
+            seeds.setdefault(described, []).append(_seed_of(loader))
+        counts = (accelerator.num_processes, accelerator.gradient_accumulation_steps)
+        return {
+            _SCHEDULERS: [_units_of(scheduler, *counts) for scheduler in self._schedulers()],
+            _LOADERS: epochs,
+            _SEEDS: seeds,
+            SEQUENCE_RANKS: sequence_ranks(accelerator),
+        }
 
     def _epoch_of(self, loader: Any) -> int:
         """Return a loader's epoch: after the last batch, the next one, which it counts later."""
@@ -497,6 +503,7 @@ class LoopState:
         # windows at different batches.
         self._restore_counter(loaded, _load_rank_state(loaded, 0).get("step"))
         self._restore_epochs(loaded)
+        self.restore_seeds(loaded)
         # An additional rank takes another's random state, since all ranks began with one seed.
         rank, device = self.accelerator.process_index, self.accelerator.device
         counterpart = loaded.grid.counterpart(rank, grid_of(self.accelerator))
@@ -536,13 +543,10 @@ class LoopState:
 
     def _restore_epochs(self, loaded: Loaded) -> None:
         """Set the epochs of the loaders, which accelerate counts from 0."""
-        saved, unknown = loaded.record.get(_LOADERS, {}), []
-        epochs = {described: iter(of_loaders) for described, of_loaders in saved.items()}
-        for loader in self.accelerator._dataloaders:
-            described = _describe_loader(loader)
-            epoch = next(epochs.get(described, iter(())), None)
+        unknown = []
+        for loader, epoch in self._saved(loaded, _LOADERS):
             if epoch is None and not isinstance(samplers_of(loader)[1], SequentialSampler):
-                unknown.append(described)
+                unknown.append(_describe_loader(loader))
             elif epoch is not None and hasattr(loader, "set_epoch"):
                 loader.set_epoch(epoch)
         if unknown and self.accelerator.is_main_process:
@@ -552,6 +556,32 @@ class LoopState:
                 loaded.load_dir,
                 ", ".join(unknown),
             )
+
+    def restore_seeds(self, loaded: Loaded) -> None:
+        """Continue the saved order of each loader: batches of another one would be skipped."""
+        for loader, seed in self._saved(loaded, _SEEDS):
+            now = _seed_of(loader)
+            if seed is None or now in (None, seed):
+                continue
+            samplers_of(loader)[1].initial_seed = seed
+            if self.accelerator.is_main_process:
+                log.warning(
+                    "This run has the seed %d for the order of samples (%s), and %s was saved with "
+                    "%d: the saved order continues. Set data_seed=%d (TrainingArguments, "
+                    "DataLoaderConfiguration), or the same seed in each run",
+                    now,
+                    _describe_loader(loader),
+                    loaded.load_dir,
+                    seed,
+                    seed,
+                )
+
+    def _saved(self, loaded: Loaded, entry: str) -> Iterator[tuple[Any, Any]]:
+        """Yield each loader and its value in an entry of the record; None if it has none."""
+        saved = loaded.record.get(entry, {})
+        values = {described: iter(of_loaders) for described, of_loaders in saved.items()}
+        for loader in self.accelerator._dataloaders:
+            yield loader, next(values.get(_describe_loader(loader), iter(())), None)
 
     def _at_first_step(self, loaded: Loaded) -> None:
         """Warn of differences in the data, and count skipped loaders' epochs."""
@@ -679,6 +709,12 @@ def _describe_loader(loader: Any) -> str:
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
         return kind
     return f"{kind} of {len(loader.dataset)} samples"
+
+
+def _seed_of(loader: Any) -> int | None:
+    """Return the seed of a loader's shuffled order, to which the epoch is added."""
+    sampler = samplers_of(loader)[1]
+    return int(sampler.initial_seed) if isinstance(sampler, SeedableRandomSampler) else None
 
 
 def _skips_batches_of(loader: Any, prepared: Any) -> bool:

@@ -328,6 +328,7 @@ class TrainerBinding(TrainerCallback):
         their order.
         """
         state.on_load(loaded)
+        state.restore_seeds(loaded)
         self._loaded = loaded
         if self._trainer.is_world_process_zero():
             with suppress(OSError):

@@ -71,6 +71,7 @@ class LoopCase:
     samples: int = 72
     bound: bool = True
     seedable: bool = True
+    data_seed: int | None = None
     state_at: tuple[int, ...] = ()
     sampler: str = ""
     batches: bool = False
@@ -179,6 +180,7 @@ def _loop(case: LoopCase, run: Run) -> None:
         step_scheduler_with_optimizer=not case.steps_per,
         dataloader_config=DataLoaderConfiguration(
             use_seedable_sampler=case.seedable,
+            data_seed=case.data_seed,
             dispatch_batches=case.dispatch,
             even_batches=case.even,
             split_batches=case.split,

@@ -249,6 +249,20 @@ def test_a_sampler_that_seeds_itself_is_exact_in_the_first_epoch(
         assert [words in warning for warning in run.warnings] == ([] if is_exact else [True])
 
 
+@pytest.mark.parametrize("start", [8, 6])
+def test_a_loop_with_another_seed_continues_the_saved_order(
+    start: int, hf_ranks: Pools, tmp_path: Path
+) -> None:
+    """Within and between epochs; a warning names both seeds."""
+    case = LoopCase(folder=str(tmp_path), save_at=(start,), data_seed=5)
+    full_run, *_ = hf_ranks.run(2, partial(loop, case))
+    case = LoopCase(load=f"{tmp_path}/step_{start}", start=start, data_seed=6)
+    run, *_ = hf_ranks.run(3, partial(loop, case))
+    assert_continues(run, full_run, range(start + 1, 13))
+    words = ("This run has the seed 6 for", "was saved with 5", "Set data_seed=5")
+    assert [all(word in text for word in words) for text in run.warnings] == [True]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("world", "exact"), [(3, True), (1, False)])
 def test_a_batch_sampler_may_depend_on_the_number_of_ranks(

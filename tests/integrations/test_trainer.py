@@ -596,6 +596,17 @@ def test_an_exact_resume_causes_no_warning(
     assert run.warnings == []
 
 
+def test_a_run_with_another_seed_continues_the_saved_order(
+    reference: Reference, resumed: Callable[..., list[Run]]
+) -> None:
+    """Also of the epochs after this one; a warning names both seeds."""
+    folder, (full_run, *_) = reference(stage=2)
+    run, *_ = resumed(folder, 3, stage=2, args={"data_seed": 12})
+    assert_continues(run, full_run)
+    words = ("This run has the seed 12 for", "was saved with 11", "Set data_seed=11")
+    assert [all(word in text for word in words) for text in run.warnings] == [True]
+
+
 @pytest.mark.long
 def test_a_shorter_last_step_of_each_epoch_is_exact(
     reference: Reference, resumed: Callable[..., list[Run]]
