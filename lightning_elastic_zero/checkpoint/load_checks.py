@@ -185,6 +185,8 @@ def _log_differences(
     log.info("loading %s: %s into %s", where, source_summary(source), describe(here))
     if info.mixed:
         log.warning("%s may contain files of several saves: %s", where, info.mixed)
+    if info.doubt:
+        log.warning("%s: %s", where, info.doubt)
     if info.incomplete:
         log.warning("%s", info.incomplete)
     if info.unread:

@@ -67,6 +67,9 @@ METADATA_NAME = ".metadata"
 _VERIFIED_BYTES = 1 << 20
 """Bytes that are read at a time to compare a CRC-32."""
 
+_CLOCKS_S = 10.0
+"""How much the clocks of nodes may differ, which date the files of one save."""
+
 _MODULES = {
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
@@ -85,6 +88,9 @@ StateDict = dict[str, Any]
 
 TRAINER_STATE = "meta.pt"
 """The file of Lightning's FSDP and ModelParallel strategies for the trainer's state."""
+
+_LIGHTNINGS_VERSION = "pytorch-lightning_version"
+"""An entry of that file if Lightning's Trainer wrote it; Fabric writes the user's state."""
 
 _LIGHTNINGS_OPTIMIZER = ("optimizer_0",)
 """Their path of the optimizer state; plain torch code usually calls it ``optimizer``."""
@@ -483,6 +489,7 @@ class DcpReader(FullStateReader):
         self._models, self._saved_optimizers, self._rest = sort_leaves(metadata.leaves)
         models = largest_models(self._models)
         trainer = self._trainer_state()
+        mixed, doubt = self._mixture(trainer)
         names = [METADATA_NAME, *dict.fromkeys(chunk.file for chunk in self._in_order)]
         self._names = [*names, *([TRAINER_STATE] if trainer else [])]
         self._full_state = FullState(
@@ -493,6 +500,8 @@ class DcpReader(FullStateReader):
             ordered=metadata.ordered,
             info=SourceInfo(
                 "directory of torch.distributed.checkpoint",
+                mixed=mixed,
+                doubt=doubt,
                 ambiguous=_describe_models(models, self.path),
                 incomplete="" if trainer else self._without_trainer_state(),
             ),
@@ -612,6 +621,65 @@ class DcpReader(FullStateReader):
         loaded = [leaf for leaf in states if leaf.tensor is None]
         loaded += [leaf for _, leaf in leaves.groups]
         return {**{leaf.key: leaf.tensor for leaf in states}, **self._values_of(loaded)}
+
+    # -- files of several saves ------------------------------------------------------------------
+
+    def _mixture(self, trainer: Mapping[str, Any]) -> tuple[str, str]:
+        """Describe files of several saves, or else a doubt without proof; else empty.
+
+        A save overwrites the files of a directory in place, then ``.metadata``, then Lightning's
+        file. Different steps are no proof, since a parameter without a gradient takes none, and
+        times are none, since a copy may lose them.
+        """
+        metadata = self.path / METADATA_NAME
+        files = {chunk.file for chunk in self._in_order}
+        last_s = metadata.stat().st_mtime + _CLOCKS_S
+        late = sorted(name for name in files if (self.path / name).stat().st_mtime > last_s)
+        is_lightnings = _LIGHTNINGS_VERSION in trainer
+        if not (late or is_lightnings):
+            return "", ""
+        steps = self._steps(every=bool(late))
+        killed = "a save was killed while it overwrote the files. Resume from another checkpoint"
+        most, counted = max(steps.values(), default=0), trainer.get("global_step")
+        # It stays 0 if a module steps optimizers without Lightning's wrapper.
+        if is_lightnings and type(counted) is int and 0 < counted < most:
+            why = (
+                f"Adam has taken {most} steps, but {TRAINER_STATE} is of step {counted}: {killed}. "
+                "If the optimizer began with the state of another run, pass "
+                "load_optimizer_state=False"
+            )
+            return why, ""
+        if not late or (steps.keys() == files and len({*steps.values()}) == 1):
+            return "", ""
+        order = f"{format_names(late)}: written after {METADATA_NAME}, which a save writes last"
+        copied = f"If the directory is a copy that lost the times of its files, touch {metadata}"
+        here = max((steps[name] for name in steps if name in late), default=0)
+        there = max((steps[name] for name in steps if name not in late), default=0)
+        if here and there and here != there:
+            why = f"Adam has taken {here} steps there, {there} in other files"
+            return f"{order}. {why}: {killed}. {copied}", ""
+        return "", f"{order}: maybe {killed}. {copied}"
+
+    def _steps(self, *, every: bool) -> dict[str, int]:
+        """Return the most steps that Adam has taken for a parameter, by the counters' files.
+
+        Reading a counter takes a millisecond. If not ``every``, one of each file is read.
+        """
+        leaves: list[Leaf] = []
+        for optimizer in self._saved_optimizers.values():
+            of_key = {format_tree_path(path): leaf for path, leaf in optimizer.state}
+            parameters = (key[: -len(".exp_avg")] for key in of_key if key.endswith(".exp_avg"))
+            leaves += [of_key[key] for name in parameters if (key := f"{name}.step") in of_key]
+        leaves = [leaf for leaf in leaves if leaf.tensor is None or leaf.tensor.numel() == 1]
+        if not every:
+            leaves = list({leaf.chunks[0].file: leaf for leaf in leaves}.values())
+        values, steps = self._values_of(leaves), dict[str, int]()
+        for leaf in leaves:
+            value, file = values[leaf.key], leaf.chunks[0].file
+            step = value.item() if isinstance(value, torch.Tensor) else value
+            if isinstance(step, int) or (isinstance(step, float) and step.is_integer()):
+                steps[file] = max(int(step), steps.get(file, 0))
+        return steps
 
     # -- model, optimizer and trainer ------------------------------------------------------------
 

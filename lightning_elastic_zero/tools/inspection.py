@@ -123,7 +123,9 @@ def report_of(checkpoint: OpenCheckpoint) -> CheckpointReport:
         epoch=epoch if type(epoch) is int else None,
         epoch_samples=samples if type(samples) is int else None,
         lacks=info.lacks,
-        doubts=tuple(filter(None, (info.mixed, info.ambiguous, info.incomplete, info.unmatched))),
+        doubts=tuple(
+            filter(None, (info.mixed, info.doubt, info.ambiguous, info.incomplete, info.unmatched))
+        ),
         note=describe_missing_latest(checkpoint.path),
         files=tuple(_files(checkpoint)),
         resumable_on=_resumable_on(checkpoint.manifest, unmatched=bool(info.unmatched)),

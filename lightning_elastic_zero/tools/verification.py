@@ -138,8 +138,10 @@ def verify_checkpoint(
                 checkpoint.reader.check_all()
                 checkpoint.check_tiling()
                 rounded = checkpoint.has_rounded_weights()
-                problem = checkpoint.reader.info.mixed or checkpoint.reader.info.incomplete
+                info = checkpoint.reader.info
+                problem = info.mixed or info.incomplete
                 note = describe_missing_latest(checkpoint.path) or _describe_copies(checkpoint)
+                note = note or info.doubt
         if not (problem or elsewhere):
             unverified = sorted({name for of in run_parts(verify_bytes, threads) for name in of})
             changed = run_parts(compare_masters, threads) if rounded else []

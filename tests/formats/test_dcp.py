@@ -340,6 +340,12 @@ def _objects(folder: Path) -> None:
     torch.save({**state, "hparams": argparse.Namespace(lr=1)}, folder / "meta.pt")
 
 
+def _take_back(folder: Path) -> None:
+    """Leave Lightning's file of an earlier save."""
+    state = torch.load(folder / "meta.pt", weights_only=True)
+    torch.save({**state, "global_step": writers.STEPS - 1}, folder / "meta.pt")
+
+
 DAMAGED: list[tuple[Callable[[Path], None], str, str]] = [
     (_lose, "CheckpointCorruptedError", "__1_0.distcp (missing)"),
     (_cut, "CheckpointCorruptedError", "bytes)"),
@@ -349,6 +355,7 @@ DAMAGED: list[tuple[Callable[[Path], None], str, str]] = [
     (_harm, "UnsupportedError", "mkdir"),
     (_point_elsewhere, "CheckpointFormatError", "outside its directory"),
     (_objects, "UnsupportedError", "argparse.Namespace"),
+    (_take_back, "CheckpointFormatError", "has taken 3 steps, but meta.pt is of step 2"),
 ]
 
 
@@ -384,6 +391,17 @@ def test_a_save_without_its_last_file_is_refused_or_a_warning(
     load = partial(warnings_of_load, target, str(folder), load_optimizer_state=False)
     (texts,) = pools.run(1, load)
     assert any("which Lightning writes last, is missing" in text for text in texts), texts
+
+
+@pytest.mark.long
+def test_a_load_warns_of_files_written_after_the_metadata(pools: Pools, tmp_path: Path) -> None:
+    run = alone(pools, tmp_path, weights_at_the_top)
+    written_s = (Path(run.path) / ".metadata").stat().st_mtime + 3600
+    os.utime(Path(run.path) / "__0_0.distcp", (written_s, written_s))
+    target = replace(TARGETS[1], world=1)
+    load = partial(warnings_of_load, target, run.path, load_optimizer_state=False)
+    (texts,) = pools.run(1, load)
+    assert any("__0_0.distcp: written after .metadata" in text for text in texts), texts
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +26,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_elastic_zero.core.progress import NO_PROGRESS
-from lightning_elastic_zero.errors import CheckpointCorruptedError, UnsupportedError
+from lightning_elastic_zero.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    UnsupportedError,
+)
 from lightning_elastic_zero.formats.dcp_read import (
     Chunk,
     DcpReader,
@@ -34,9 +40,13 @@ from lightning_elastic_zero.formats.dcp_read import (
     read_metadata,
 )
 from lightning_elastic_zero.formats.dcp_write import RowsSource, write_directory
+from lightning_elastic_zero.formats.newest import verify_share
 from lightning_elastic_zero.formats.open import open_checkpoint
 from lightning_elastic_zero.formats.torch_read import StoredRun
 from lightning_elastic_zero.storage.file_write import CHUNK_BYTES
+from lightning_elastic_zero.tools.conversion import convert_checkpoint
+from lightning_elastic_zero.tools.selection import ConvertOptions
+from lightning_elastic_zero.tools.verification import verify_checkpoint
 from tests.formats._fuzz_metadata import BEFORE, CLASSES, MEMBERS, valid_metadata
 from tests.support.plain_checkpoints import write_dcp
 
@@ -198,6 +208,75 @@ def test_an_error_of_the_disk_is_not_damage(
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         reader.verify(0, 1, NO_PROGRESS)
     assert len(calls) > at * 3
+
+
+# -- a save that was killed while it overwrote the directory ---------------------------------------
+
+NAMES = ("a", "b", "c", "d")
+HOUR_S = 3600
+
+
+def _save_in_two_files(folder: Path, steps: Sequence[int] | None, global_step: int = 0) -> Path:
+    """Save parameters with these steps, or by an optimizer that counts none."""
+    state = {
+        name: {"exp_avg": torch.ones(64), "step": torch.tensor(float(step))}
+        for name, step in zip(NAMES, steps or (0, 0, 0, 0), strict=True)
+    }
+    if steps is None:
+        state = {name: {"momentum_buffer": torch.ones(64)} for name in NAMES}
+    optimizer = {"state": state, "param_groups": [{"params": list(NAMES), "lr": 0.1}]}
+    tree = {"model": {name: torch.ones(64) for name in NAMES}, "optimizer_0": optimizer}
+    save(tree, storage_writer=FileSystemWriter(folder, thread_count=2), no_dist=True)
+    state_of_trainer = {"pytorch-lightning_version": "2.6.6", "global_step": global_step}
+    torch.save(state_of_trainer if global_step else {"mine": 1}, folder / "meta.pt")
+    return folder
+
+
+def _date(folder: Path, after_s: float) -> None:
+    """Set the time of one of the files, relative to that of ``.metadata``."""
+    written_s = (folder / ".metadata").stat().st_mtime + after_s
+    os.utime(folder / "__0_1.distcp", (written_s, written_s))
+
+
+@ALONE
+@pytest.mark.parametrize(
+    ("global_step", "after_s", "message"),
+    [
+        (1, -HOUR_S, "Adam has taken 2 steps, but meta.pt is of step 1"),
+        (0, HOUR_S, r"__0_1.distcp: written after .metadata.* 2 steps there, 1 in other"),
+    ],
+)
+def test_a_directory_overwritten_in_part_is_refused(
+    global_step: int, after_s: float, message: str, tmp_path: Path
+) -> None:
+    """A save overwrites the files in place, and .metadata last. Sizes and checksums match."""
+    folder, newer = (
+        _save_in_two_files(tmp_path / str(step), [step] * 4, global_step and step)
+        for step in (1, 2)
+    )
+    assert verify_checkpoint(newer).is_sound
+    shutil.copy(newer / "__0_1.distcp", folder)
+    _date(folder, after_s)
+    with pytest.raises(CheckpointFormatError, match=message):
+        verify_share(folder, 0, 1, NO_PROGRESS)
+    assert not verify_checkpoint(folder).is_sound
+    with pytest.raises(CheckpointMismatchError, match=message):
+        convert_checkpoint(folder, tmp_path / "out", "lightning", ConvertOptions(optimizer=True))
+
+
+@ALONE
+def test_different_steps_or_times_alone_are_no_damage(tmp_path: Path) -> None:
+    """A parameter without a gradient takes no step, and a copy may lose the times of its files."""
+    unequal = _save_in_two_files(tmp_path / "unequal", [5, 5, 2, 2], 5)
+    copied = _save_in_two_files(tmp_path / "copied", [5, 5, 5, 5])
+    silent = _save_in_two_files(tmp_path / "silent", None)
+    for folder in (copied, silent):
+        _date(folder, HOUR_S)
+    found = {folder: verify_checkpoint(folder) for folder in (unequal, copied, silent)}
+    assert all(each.is_sound for each in found.values()), found
+    assert (found[unequal].note, found[copied].note) == ("", "")
+    assert "__0_1.distcp: written after .metadata" in found[silent].note
+    assert "touch" in found[silent].note
 
 
 Box = tuple[list[int], list[int], list[int], tuple[int, int]]
