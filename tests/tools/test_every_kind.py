@@ -105,7 +105,7 @@ def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, trained(model)
 
 
-_ABOUT = {"epoch": 1, "global_step": 1, "pytorch-lightning_version": "2.5.0"}
+_ABOUT = {"epoch": 1, "global_step": 2, "pytorch-lightning_version": "2.5.0"}
 
 
 def _saved(tree: object, folder: Path) -> Path:
