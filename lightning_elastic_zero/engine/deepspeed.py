@@ -37,7 +37,7 @@ NAMES: Mapping[str, dict[str, str]] = {
         "seq_dp_world_size set_gradient_accumulation_boundary skipped_steps train_batch_size "
         "train_micro_batch_size_per_gpu "
         "zero_load_from_fp32_weights zero_optimization_stage zero_partial_offload "
-        "zero_quantized_nontrainable_weights",
+        "zero_quantized_nontrainable_weights zero_quantized_weights",
         "0.17.5": "zenflow",
         "0.18.4": "torch_autocast_z0_gradscaler",
         "0.19.8": "_unmanaged_backward_count autotp_size managed_gradient_accumulation "

@@ -410,7 +410,11 @@ class LiveEngine:
         module, scheduler = self._engine.module, self._engine.lr_scheduler
         trained_only = exclude_frozen and bool(self._wrapper)
         kept = {} if trained_only else self.frozen()
-        frozen = {name: forward_piece(parameter)[1] for name, parameter in kept.items()}
+        # For torch_autocast and ZeRO++, DeepSpeed gathers rounded weights.
+        is_rounded = any(hasattr(parameter, "comm_dtype") for parameter in kept.values())
+        is_rounded = is_rounded or self._engine.zero_quantized_weights()
+        piece = weight_piece if is_rounded else forward_piece
+        frozen = {name: piece(parameter)[1] for name, parameter in kept.items()}
         flats = tuple(
             FlatState(
                 fragments, buffer.values.detach(), *states, in_module=buffer.low is buffer.master

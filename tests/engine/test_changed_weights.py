@@ -295,6 +295,34 @@ def clamp_frozen(setup: EngineCase, path: str) -> tuple[list[float], list[float]
         return wanted, engine.module.frozen.bias.data.tolist()
 
 
+def save_after_forward(setup: EngineCase, path: str) -> tuple[list[float], list[float]]:
+    """Save and load before the first step; return a frozen weight before and after."""
+    from deepspeed import zero
+
+    from lightning_elastic_zero.api import load_checkpoint, save_checkpoint
+
+    def frozen(engine: Engine) -> list[float]:
+        with zero.GatheredParameters([engine.module.frozen.weight]):
+            return list(engine.module.frozen.weight.data.ravel().tolist())
+
+    with engine_of(setup, 0) as engine:
+        wanted = frozen(engine)
+        engine.eval()
+        with torch.no_grad():
+            for _ in range(2):  # After the first one, weights are partitioned again.
+                engine(batch(0, engine.global_rank, setup.world)[0])
+        save_checkpoint(engine, path)
+    with engine_of(setup, 7) as engine:
+        load_checkpoint(engine, path)
+        return wanted, frozen(engine)
+
+
+def test_a_frozen_weight_is_not_rounded_as_forward_reads_it(pools: Pools, tmp_path: Path) -> None:
+    call = partial(save_after_forward, EngineCase(2, "3", autocast=True), f"{tmp_path}/c.ckpt")
+    for wanted, found in pools.run(2, call):
+        assert wanted == found != []
+
+
 def test_a_gathered_frozen_weight_of_zero_3_is_restored(pools: Pools, tmp_path: Path) -> None:
     call = partial(clamp_frozen, EngineCase(2, "3"), f"{tmp_path}/c.ckpt")
     for wanted, found in pools.run(2, call):
