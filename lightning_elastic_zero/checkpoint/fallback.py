@@ -72,8 +72,8 @@ def _older_than(
 ) -> dict[str, int]:
     """Rank 0: return the candidates with their steps, in the order in which to try them.
 
-    The newest is the first. Those that were published after the damaged one come last: they belong
-    to another branch of the run, unless a copy has lost the times.
+    The newest is the first. Those of fewer steps that were published after the damaged one come
+    last: they belong to another branch of the run, unless a copy has lost the times.
     """
     real = folder_at(damaged).follow_links().path if is_there(damaged) else None
     if real is None or _is_foreign(folder_at(real)):
@@ -104,7 +104,8 @@ def _older_than(
             usable = fits_model(manifest) and before and not manifest.weights_only
         if usable:
             steps[path] = manifest.progress.global_steps
-    later = {path for path in steps if folder_at(path).published_ns() > damaged_ns}
+    fewer = {path for path in steps if asked and steps[path] < asked.progress.global_steps}
+    later = {path for path in fewer if folder_at(path).published_ns() > damaged_ns}
     return {str(p): steps[p] for p in sorted(newest_first(steps), key=later.__contains__)}
 
 

@@ -251,6 +251,15 @@ def test_what_was_published_earlier_is_proposed_first(
     assert proposed_for(folder / "c.ckpt") == proposed
 
 
+def test_a_later_copy_of_the_damaged_step_is_proposed_first(folder: Path) -> None:
+    """``save_last=True`` saves each step twice."""
+    shutil.copytree(folder / "c.ckpt", folder / "d.ckpt")
+    for second, name in enumerate("abcd"):
+        os.utime(folder / f"{name}.ckpt" / MANIFEST_NAME, (second, second))
+    _damaged_checkpoints.flip_bit(folder / "c.ckpt")
+    assert proposed_for(folder / "c.ckpt") == "d.ckpt"
+
+
 def test_a_newer_checkpoint_is_not_a_fallback(pools: Pools, folder: Path) -> None:
     rot_manifest(folder / "a.ckpt", _damaged_checkpoints.cut_manifest)
     for rank in loaded(pools, folder / "a.ckpt", "b", fallback=True):
