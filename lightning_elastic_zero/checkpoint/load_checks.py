@@ -149,7 +149,7 @@ def _check_optimizer(
     if scope.optimizer_state and info.unmatched:
         msg = f"{where} does not fit this model: {info.unmatched}"
         raise CheckpointMismatchError(msg)
-    if scope.optimizer_state and info.mixed:
+    if info.mixed and (scope.optimizer_state or info.is_torn):
         msg = f"{where} mixes files of several saves: {info.mixed}"
         raise CheckpointFormatError(msg)
     if scope.optimizer_state and info.incomplete:

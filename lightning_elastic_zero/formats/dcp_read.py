@@ -489,7 +489,6 @@ class DcpReader(FullStateReader):
         self._models, self._saved_optimizers, self._rest = sort_leaves(metadata.leaves)
         models = largest_models(self._models)
         trainer = self._trainer_state()
-        mixed, doubt = self._mixture(trainer)
         names = [METADATA_NAME, *dict.fromkeys(chunk.file for chunk in self._in_order)]
         self._names = [*names, *([TRAINER_STATE] if trainer else [])]
         self._full_state = FullState(
@@ -500,10 +499,9 @@ class DcpReader(FullStateReader):
             ordered=metadata.ordered,
             info=SourceInfo(
                 "directory of torch.distributed.checkpoint",
-                mixed=mixed,
-                doubt=doubt,
                 ambiguous=_describe_models(models, self.path),
                 incomplete="" if trainer else self._without_trainer_state(),
+                **self._mixture(trainer),
             ),
         )
         self._chosen: list[Mapping[str, torch.Tensor]] = []
@@ -624,8 +622,8 @@ class DcpReader(FullStateReader):
 
     # -- files of several saves ------------------------------------------------------------------
 
-    def _mixture(self, trainer: Mapping[str, Any]) -> tuple[str, str]:
-        """Describe files of several saves, or else a doubt without proof; else empty.
+    def _mixture(self, trainer: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of ``SourceInfo`` that describe files of several saves.
 
         A save overwrites the files of a directory in place, then ``.metadata``, then Lightning's
         file. Different steps are no proof, since a parameter without a gradient takes none, and
@@ -637,28 +635,30 @@ class DcpReader(FullStateReader):
         late = sorted(name for name in files if (self.path / name).stat().st_mtime > last_s)
         is_lightnings = _LIGHTNINGS_VERSION in trainer
         if not (late or is_lightnings):
-            return "", ""
+            return {}
         steps = self._steps(every=bool(late))
         killed = "a save was killed while it overwrote the files. Resume from another checkpoint"
         most, counted = max(steps.values(), default=0), trainer.get("global_step")
         # It stays 0 if a module steps optimizers without Lightning's wrapper.
         if is_lightnings and type(counted) is int and 0 < counted < most:
-            why = (
-                f"Adam has taken {most} steps, but {TRAINER_STATE} is of step {counted}: {killed}. "
-                "If the optimizer began with the state of another run, pass "
-                "load_optimizer_state=False"
-            )
-            return why, ""
+            why = f"Adam has taken {most} steps, but {TRAINER_STATE} is of step {counted}"
+            if len({*self._steps(every=True).values()}) > 1:
+                differing = f"{why}, and files have different steps: {killed}"
+                return {"mixed": differing, "is_torn": True}
+            if (self.path / TRAINER_STATE).stat().st_mtime < metadata.stat().st_mtime:
+                return {"mixed": f"{why}, and older than {METADATA_NAME}: {killed}"}
+            # The module may step its optimizer several times per step of Lightning.
+            return {"doubt": f"{why}: maybe {killed}"}
         if not late or (steps.keys() == files and len({*steps.values()}) == 1):
-            return "", ""
+            return {}
         order = f"{format_names(late)}: written after {METADATA_NAME}, which a save writes last"
         copied = f"If the directory is a copy that lost the times of its files, touch {metadata}"
         here = max((steps[name] for name in steps if name in late), default=0)
         there = max((steps[name] for name in steps if name not in late), default=0)
         if here and there and here != there:
             why = f"Adam has taken {here} steps there, {there} in other files"
-            return f"{order}. {why}: {killed}. {copied}", ""
-        return "", f"{order}: maybe {killed}. {copied}"
+            return {"mixed": f"{order}. {why}: {killed}. {copied}", "is_torn": True}
+        return {"doubt": f"{order}: maybe {killed}. {copied}"}
 
     def _steps(self, *, every: bool) -> dict[str, int]:
         """Return the most steps that Adam has taken for a parameter, by the counters' files.

@@ -134,6 +134,8 @@ class SourceInfo:
     mixed: str = ""
     """Why the optimizer state seems to be of another step than the rest, with a remedy; else empty.
     An error if a load restores the optimizer state, otherwise a warning."""
+    is_torn: bool = False
+    """Whether ``mixed`` says that the weights are of several saves too. Always an error then."""
     doubt: str = ""
     """Why files may be of several saves, without proof, with a remedy; else empty. A warning."""
     unmatched: str = ""

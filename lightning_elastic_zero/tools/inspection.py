@@ -108,7 +108,7 @@ def inspect_checkpoint(
         CheckpointCorruptedError: The checkpoint is incomplete.
         UnsupportedError: The run that wrote it cannot be resumed.
     """
-    with open_view(path, allow_pickle=allow_pickle, any_model=True) as checkpoint:
+    with open_view(path, allow_pickle=allow_pickle, to_describe=True) as checkpoint:
         return report_of(checkpoint)
 
 

@@ -119,7 +119,7 @@ def verify_checkpoint(
     elsewhere: list[str] = []
 
     def verify_bytes(part: int, parts: int) -> list[str]:
-        with open_view(path, allow_pickle=allow_pickle, any_model=True) as checkpoint:
+        with open_view(path, allow_pickle=allow_pickle, to_describe=True) as checkpoint:
             return checkpoint.reader.verify_whole(part, parts, count)
 
     def compare_masters(part: int, parts: int) -> list[str]:
@@ -129,7 +129,7 @@ def verify_checkpoint(
             return list(checkpoint.reader.comparison.changed)
 
     try:
-        with open_view(path, allow_pickle=allow_pickle, any_model=True) as checkpoint:
+        with open_view(path, allow_pickle=allow_pickle, to_describe=True) as checkpoint:
             kind, steps = checkpoint.reader.info.kind, checkpoint.manifest.progress.global_steps
             elsewhere = _on_other_nodes(checkpoint.reader)
             if elsewhere:

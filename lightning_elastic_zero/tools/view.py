@@ -374,23 +374,26 @@ def open_view(
     allow_pickle: bool = False,
     renamed: Mapping[str, str] | None = None,
     progress: Progress = NO_PROGRESS,
-    any_model: bool = False,
+    to_describe: bool = False,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint of any kind for reading.
 
     ``path`` is a checkpoint, or the folder that a training loop saved it into. ``allow_pickle``
-    builds objects of any class, which can run code. ``any_model`` describes the first of several
-    models. Raises CheckpointNotFoundError, CheckpointFormatError, CheckpointCorruptedError (it is
-    incomplete), CheckpointMismatchError (it has several models) or UnsupportedError (the run cannot
-    be resumed).
+    builds objects of any class, which can run code. ``to_describe`` opens the first of several
+    models, and files of several saves. Raises CheckpointNotFoundError, CheckpointFormatError,
+    CheckpointCorruptedError (it is incomplete), CheckpointMismatchError (it has several models) or
+    UnsupportedError (the run cannot be resumed).
     """
     if not os.fspath(path):
         msg = "the path is empty, perhaps from an unset variable: pass a checkpoint"
         raise CheckpointNotFoundError(msg)
     real = resolve_latest(folder_at(path).follow_links_if_exists().path)
     with closing(open_checkpoint(real, allow_pickle=allow_pickle)) as source:
-        if source.info.ambiguous and not any_model:
+        if source.info.ambiguous and not to_describe:
             raise CheckpointMismatchError(source.info.ambiguous)
+        if source.info.is_torn and not to_describe:
+            msg = f"{real} mixes files of several saves: {source.info.mixed}"
+            raise CheckpointFormatError(msg)
         reader = RenamedReader(source, KeyMapping(renamed), str(real)) if renamed else source
         reader.bind_without_model()
         reader.files.limit = OPEN_FILES

@@ -344,6 +344,7 @@ def _take_back(folder: Path) -> None:
     """Leave Lightning's file of an earlier save."""
     state = torch.load(folder / "meta.pt", weights_only=True)
     torch.save({**state, "global_step": writers.STEPS - 1}, folder / "meta.pt")
+    os.utime(folder / "meta.pt", (1.0, 1.0))
 
 
 DAMAGED: list[tuple[Callable[[Path], None], str, str]] = [
@@ -355,7 +356,7 @@ DAMAGED: list[tuple[Callable[[Path], None], str, str]] = [
     (_harm, "UnsupportedError", "mkdir"),
     (_point_elsewhere, "CheckpointFormatError", "outside its directory"),
     (_objects, "UnsupportedError", "argparse.Namespace"),
-    (_take_back, "CheckpointFormatError", "has taken 3 steps, but meta.pt is of step 2"),
+    (_take_back, "CheckpointFormatError", "but meta.pt is of step 2, and older than .metadata"),
 ]
 
 
