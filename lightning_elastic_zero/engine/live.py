@@ -410,7 +410,8 @@ class LiveEngine:
         module, scheduler = self._engine.module, self._engine.lr_scheduler
         trained_only = exclude_frozen and bool(self._wrapper)
         kept = {} if trained_only else self.frozen()
-        # For torch_autocast and ZeRO++, DeepSpeed gathers rounded weights.
+        # With torch_autocast and ZeRO++, the gathered weights may be rounded, so the partition is
+        # saved, without changes that user code has made in the gathered ones.
         is_rounded = any(hasattr(parameter, "comm_dtype") for parameter in kept.values())
         is_rounded = is_rounded or self._engine.zero_quantized_weights()
         piece = weight_piece if is_rounded else forward_piece

@@ -68,7 +68,7 @@ _VERIFIED_BYTES = 1 << 20
 """Bytes that are read at a time to compare a CRC-32."""
 
 _CLOCKS_S = 10.0
-"""How much the clocks of nodes may differ, which date the files of one save."""
+"""Largest difference between the clocks of the nodes that write one save."""
 
 _MODULES = {
     "torch.distributed.checkpoint.metadata",

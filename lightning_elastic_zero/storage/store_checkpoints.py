@@ -529,8 +529,8 @@ class StagedObjects:
         with suppress(OSError):
             commit = read_commit(self.target)
             if commit is not None and commit.save_id == self._save_id:
-                # A node that was not told of the new manifest names the replaced files. The next
-                # join removes what no node names.
+                # A node without the new manifest still names the replaced files. The next join
+                # removes what no node names.
                 if not (self._is_committing and self.target.store.has_one_writer):
                     self.clean(NO_PROGRESS)
             elif not self._is_committing:
